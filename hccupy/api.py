@@ -1,0 +1,157 @@
+"""The public ops: a signature and one call of the pipeline each. What the arguments are stands in the specs (ops/).
+
+`documented` writes the tables of shapes and dtypes into the docstrings from the spec, so that they cannot drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from .ops import REGISTRY
+from .run import run
+from .spec import Arg, OpSpec
+
+Array = Any
+Policy = Literal["none", "rope_then_norm", "norm_then_rope"]
+Style = Literal["neox", "interleaved"]
+Tail = Literal["zero", "keep"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def documented(spec: OpSpec) -> Callable[[F], F]:
+    """Complete a docstring with the spec's arguments, returns, errors and source."""
+
+    def complete(function: F) -> F:
+        lines = [spec.summary, "", (function.__doc__ or "").strip(), "", "Parameters", "----------"]
+        for p in spec.params:
+            if isinstance(p, Arg):
+                kind = f"[{', '.join(p.axes)}], " + " or ".join(d.replace("=", "dtype of ") for d in p.dtypes)
+                kind += (", or None" if p.optional else "") + (", written in place" if p.mutated else "")
+            else:
+                kind = " or ".join(map(repr, p.choices)) if p.choices else p.kind
+                kind += f", default {p.default!r}"
+            lines.append(f"{p.name} : {kind}\n    {p.meaning}")
+        for o in spec.outputs:
+            if o.keyword:
+                lines.append(f"{o.keyword} : array like the result {o.name}, or None\n    where {o.name} is written; allocated if None" + ("" if o.allocate else "; not produced if None"))
+        lines.append("stream : int, torch.cuda.Stream or cupy.cuda.Stream, or None\n    overrides the framework's current stream; unused on the CPU")
+        lines += ["", "Returns", "-------"]
+        for o in spec.outputs:
+            if o.allocate:
+                dtype = "set by the mode" if callable(o.dtype) else o.dtype.replace("=", "dtype of ")
+                shape = f"[{', '.join(o.axes)}]" if isinstance(o.axes, tuple) else "see the notes above"
+                lines.append(f"{o.name} : {shape}, {dtype}\n    {o.meaning}")
+        if not any(o.allocate for o in spec.outputs):
+            lines.append("None (with JAX: the updated arrays)")
+        lines += ["", "Raises", "------", "ShapeError, DtypeError, LayoutError, DeviceError, FrameworkError, ArgumentError"]
+        lines.append("    before anything is written; each names op, argument, expected, got. Gradients do not flow through this op.")
+        lines += ["", f"Formula: {spec.source}."]
+        function.__doc__ = "\n".join(lines)
+        return function
+
+    return complete
+
+
+@documented(REGISTRY["ihc_pre"])
+def ihc_pre(
+    x: Array, w: Array, hc_scale: Array, hc_base: Array, norm_eps: float = 1e-5, hc_eps: float = 1e-6, magnitude: float = 2.0,
+    rms_weight: Array | None = None, rms_eps: float = 1e-5, round_before_norm: bool = True,
+    *, out: Array | None = None, h_post_out: Array | None = None, stream: Any = None,
+) -> Any:  # fmt: skip
+    """With xf = x in fp32 and r = 1 / sqrt(mean(xf^2 over hc*hidden) + norm_eps):
+
+    mixes = (flat(xf) @ w.T) * r; h_pre = sigmoid(mixes[:hc] * hc_scale[0] + hc_base[:hc]) + hc_eps;
+    h_post = magnitude * sigmoid(mixes[hc:] * hc_scale[1] + hc_base[hc:]) + hc_eps; y = sum_i h_pre[i] * xf[i].
+    A row's bits do not depend on the other rows, their number, or strides.
+    """
+    given = (x, w, hc_scale, hc_base, norm_eps, hc_eps, magnitude, rms_weight, rms_eps, round_before_norm)
+    return run(REGISTRY["ihc_pre"], given, (out, h_post_out), stream)
+
+
+@documented(REGISTRY["ihc_head"])
+def ihc_head(
+    x: Array, w: Array, hc_scale: Array, hc_base: Array, norm_eps: float = 1e-5, hc_eps: float = 1e-6,
+    rms_weight: Array | None = None, rms_eps: float = 1e-5, round_before_norm: bool = True,
+    *, out: Array | None = None, stream: Any = None,
+) -> Any:  # fmt: skip
+    """As ihc_pre with one gate a channel and no h_post."""
+    given = (x, w, hc_scale, hc_base, norm_eps, hc_eps, rms_weight, rms_eps, round_before_norm)
+    return run(REGISTRY["ihc_head"], given, (out,), stream)
+
+
+@documented(REGISTRY["ihc_post"])
+def ihc_post(x: Array, residual: Array, h_post: Array, *, out: Array | None = None, stream: Any = None) -> Any:
+    """fp32 arithmetic, one rounding. out=residual updates in place."""
+    return run(REGISTRY["ihc_post"], (x, residual, h_post), (out,), stream)
+
+
+@documented(REGISTRY["ihc_post_pre"])
+def ihc_post_pre(
+    x: Array, residual: Array, h_post: Array, w: Array, hc_scale: Array, hc_base: Array,
+    norm_eps: float = 1e-5, hc_eps: float = 1e-6, magnitude: float = 2.0,
+    rms_weight: Array | None = None, rms_eps: float = 1e-5, round_before_norm: bool = True,
+    *, out: Array | None = None, z_out: Array | None = None, h_post_out: Array | None = None, stream: Any = None,
+) -> Any:  # fmt: skip
+    """y = ihc_post(x, residual, h_post), rounded and written; (z, h_post_next) = ihc_pre(y, ...). out=residual updates in place."""
+    given = (x, residual, h_post, w, hc_scale, hc_base, norm_eps, hc_eps, magnitude, rms_weight, rms_eps, round_before_norm)
+    return run(REGISTRY["ihc_post_pre"], given, (out, z_out, h_post_out), stream)
+
+
+@documented(REGISTRY["rope_norm_store_kv"])
+def rope_norm_store_kv(
+    key_cache: Array, value_cache: Array, qkv: Array, cos_sin: Array, seq_lens: Array, q_index: Array, block_table: Array,
+    *, q_norm_weight: Array | None = None, k_norm_weight: Array | None = None, qk_norm_policy: Policy = "none",
+    norm_eps: float = 1e-6, norm_weight_offset: float = 0.0, rope_style: Style = "neox", tail: Tail = "zero",
+    null_block: int | None = None, out_q: Array | None = None, out_k: Array | None = None, out_v: Array | None = None,
+    stream: Any = None,
+) -> Any:  # fmt: skip
+    """Row i of request b has position seq_lens[b] - (q_index[b+1] - q_index[b]) + (i - q_index[b]) and goes to slot
+
+    block_table[b, position // block_size], position % block_size. Rows >= q_index[requests] are padding: q is zero
+    there and nothing is stored. Bad pages, positions and prefix sums skip the row's store (q zero), never write out of
+    bounds, and raise MetadataError with HCCUPY_DEBUG=1. tail="zero" clears the slots behind a request's last token in
+    its last block; out_k / out_v take K / V instead of their cache. Position is the cache slot: M-RoPE is not served.
+    """
+    given = (
+        key_cache, value_cache, qkv, cos_sin, seq_lens, q_index, block_table, q_norm_weight, k_norm_weight, qk_norm_policy,
+        norm_eps, norm_weight_offset, rope_style, tail, null_block,
+    )  # fmt: skip
+    return run(REGISTRY["rope_norm_store_kv"], given, (out_q, out_k, out_v), stream)
+
+
+@documented(REGISTRY["rope_norm_store_kv_fp8"])
+def rope_norm_store_kv_fp8(
+    key_cache: Array, value_cache: Array, qkv: Array, cos_sin: Array, seq_lens: Array, q_index: Array, block_table: Array,
+    *, q_norm_weight: Array | None = None, k_norm_weight: Array | None = None, qk_norm_policy: Policy = "none",
+    norm_eps: float = 1e-6, norm_weight_offset: float = 0.0, rope_style: Style = "neox", tail: Tail = "zero",
+    null_block: int | None = None, out_q: Array | None = None, out_k: Array | None = None, out_v: Array | None = None,
+    k_scale: Array, v_scale: Array, q_quant: Literal["dynamic", "static"] = "dynamic", q_scale_inv: Array | None = None,
+    upper_max: float | None = None, is_prefill: bool = True, max_q_len: int | None = None, stream: Any = None,
+) -> Any:  # fmt: skip
+    """rope_norm_store_kv into e4m3 caches: stored = saturate(value * fp32(1 / scale)), rounded to nearest even once.
+
+    q_scale (dynamic) is max(absmax, 1e-12) / upper_max per token and head: [requests, q_heads, ceil(max_q_len / 128) * 128]
+    by the token's place in its request for prefill, [tokens, q_heads] for decode; None for static Q.
+    split_k_flag is all zeros. NaN stays NaN; Inf saturates to upper_max.
+    """
+    given = (
+        key_cache, value_cache, qkv, cos_sin, seq_lens, q_index, block_table, q_norm_weight, k_norm_weight, qk_norm_policy,
+        norm_eps, norm_weight_offset, rope_style, tail, null_block, k_scale, v_scale, q_quant, q_scale_inv, upper_max,
+        is_prefill, max_q_len,
+    )  # fmt: skip
+    return run(REGISTRY["rope_norm_store_kv_fp8"], given, (out_q, None, None, out_k, out_v), stream)
+
+
+@documented(REGISTRY["store_kv"])
+def store_kv(cache: Array, src: Array, slot_mapping: Array, *, null_block: int | None = None, stream: Any = None) -> Any:
+    """Row n of src goes to slot slot_mapping[n]; negative and out-of-range slots are skipped; of duplicates any one wins."""
+    return run(REGISTRY["store_kv"], (cache, src, slot_mapping, null_block), (), stream)
+
+
+@documented(REGISTRY["zero_kv_tail"])
+def zero_kv_tail(
+    key_cache: Array, value_cache: Array, seq_lens: Array, block_table: Array, *, null_block: int | None = None, stream: Any = None
+) -> Any:
+    """Slots at and after seq_lens[b] in the last block of each request become zero bytes; requests of length 0 are left alone."""
+    return run(REGISTRY["zero_kv_tail"], (key_cache, value_cache, seq_lens, block_table, null_block), (), stream)

@@ -1,0 +1,93 @@
+"""Questions that need no arrays: can an op run such sizes, and with which plan?"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from . import arch as arches
+from . import check, cuda, plan
+from .arrays import Meta
+from .arch import Arch
+from .errors import ArgumentError, HccupyError, ShapeError, explain
+from .ops import get
+from .spec import Arg, Bound, OpSpec
+
+
+def imagine(spec: OpSpec, sizes: dict[str, Any], dtype: str = "bfloat16") -> Bound:
+    """The Bound of a call with contiguous arrays of such sizes on CUDA. `sizes` holds axes, scalars, and True for
+    optional arrays that are given.
+
+    Raises the argument errors of the op, and ArgumentError for words the op does not know.
+    """
+    known = {a.name for a in spec.axes} | {p.name for p in spec.params} | set(spec.imagine)
+    for name in sizes:
+        if name not in known:
+            raise ArgumentError(explain(spec.name, name, "an axis, scalar or optional array of the op", "an unknown word", f"Known: {', '.join(sorted(known))}."))
+    axes = {n: int(v) for n, v in sizes.items() if n in {a.name for a in spec.axes} or n in spec.imagine}
+    for name, expression in spec.imagine.items():
+        if name not in axes:
+            try:
+                axes[name] = check.size_of(expression, axes)
+            except NameError as error:
+                raise ShapeError(explain(spec.name, str(error.name), "a size", "none", f"Give {error.name}=...")) from error
+    missing = [a.name for a in spec.axes if a.name not in axes]
+    if missing:
+        raise ShapeError(explain(spec.name, ", ".join(missing), "sizes", "none", "Give name=value for each."))
+    scalars = {s.name: sizes.get(s.name, s.default) for s in spec.scalars}
+    metas: dict[str, Meta] = {}
+    for p in spec.args:
+        if p.optional and not sizes.get(p.name):
+            continue
+        shape = tuple(check.size_of(e, axes) for e in p.axes)
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        metas[p.name] = Meta(shape, strides, _dtype(p, metas, dtype), ("cuda", 0))
+    return check.bind(spec, metas, scalars, "numpy", dict.fromkeys(metas, 0))
+
+
+def _dtype(p: Arg, metas: dict[str, Meta], dtype: str) -> str:
+    choices = [metas[d[1:]].dtype if d.startswith("=") else d for d in p.dtypes]
+    return dtype if dtype in choices else choices[0]
+
+
+def supports(op: str, *, dtype: str = "bfloat16", arch: str | None = None, **sizes: Any) -> tuple[bool, str]:
+    """Can `op` run such sizes? (True, which kernel) or (False, why not).
+
+    `sizes`: axes (hc=4, hidden=6144; tokens and the like default to 1), scalars, and name=True for optional arrays.
+    arch: "sm_90a" and so on; None asks about the GPU of this machine, or the CPU path where there is none.
+
+    >>> supports("ihc_pre", hc=9, hidden=6144)[0]
+    False
+    """
+    spec = get(op)
+    try:
+        bound = imagine(spec, sizes, dtype)
+        target = arches.named(arch) if arch else _here()
+        if target is None:
+            return True, "the NumPy path (no usable GPU here)"
+        made = plan.make(spec, bound, target)
+    except HccupyError as error:
+        return False, str(error)
+    return True, f"{made.variant} on {target.name}: {made.launch.why}"
+
+
+def _here() -> Arch | None:
+    try:
+        if cuda.cupy().cuda.runtime.getDeviceCount() > 0:
+            return arches.of_device(cuda.cupy().cuda.runtime.getDevice())
+    except Exception:  # no CuPy, no driver, no device: the CPU path serves
+        return None
+    return None
+
+
+def plan_for(op: str, sizes: dict[str, Any], dtype: str = "bfloat16", arch: str | None = None) -> plan.Plan:
+    """The Plan of a call of such sizes.
+
+    Raises the op's argument errors; NoGpuError where no arch is named and none is here.
+    """
+    spec = get(op)
+    bound = imagine(spec, sizes, dtype)
+    target = arches.named(arch) if arch else _here()
+    if target is None:
+        raise ArgumentError("explain: expected --arch (no usable GPU here), got none. Try --arch sm_90a.")
+    return plan.make(spec, bound, target)

@@ -1,0 +1,1 @@
+"""One file a framework, the same functions in each (arrays.py states them)."""

@@ -1,0 +1,61 @@
+"""CuPy arrays: always on CUDA."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ..arrays import Meta
+from ..dtypes import E4M3, E5M2, Dtype
+from ..errors import OutOfMemoryError
+
+NAME = "cupy"
+MUTABLE = True
+cupy: Any = sys.modules["cupy"]
+
+
+def is_array(obj: Any) -> bool:
+    """A cupy.ndarray."""
+    return isinstance(obj, getattr(cupy, "ndarray", ()))
+
+
+def key(array: Any) -> tuple[Any, ...]:
+    """Hashable facts of `array`."""
+    return array.shape, array.strides, array.dtype, array.data.device_id
+
+
+def pointer(array: Any) -> int:
+    """Address of element 0."""
+    return array.data.ptr  # type: ignore[no-any-return]
+
+
+def meta(array: Any) -> Meta:
+    """Facts of `array`."""
+    item = array.dtype.itemsize
+    strides = tuple(s // item for s in array.strides)
+    return Meta(tuple(array.shape), strides, array.dtype.name, ("cuda", array.data.device_id))
+
+
+def empty(shape: tuple[int, ...], dtype: Dtype, device: tuple[str, int], like: Any) -> Any:
+    """A new array on the current device (launch makes the arrays' device current). fp8 exists in CuPy only as a view of bytes."""
+    try:
+        if dtype in (E4M3, E5M2):
+            return cupy.empty(shape, "uint8").view(dtype.np)
+        return cupy.empty(shape, dtype.np)
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        raise OutOfMemoryError(f"CuPy could not allocate {dtype.name}{list(shape)}: {error}") from error
+
+
+def stream(device: int, like: Any) -> int:
+    """Handle of CuPy's current stream on that device."""
+    return cupy.cuda.get_current_stream(device).ptr  # type: ignore[no-any-return]
+
+
+def to_numpy(array: Any) -> Any:
+    """CuPy arrays are never on the CPU."""
+    raise AssertionError("unreachable: CuPy arrays are on CUDA")
+
+
+def from_numpy(array: Any) -> Any:
+    """Unused: `empty` gives CuPy arrays."""
+    return array

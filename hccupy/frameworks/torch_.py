@@ -1,0 +1,77 @@
+"""PyTorch tensors, on the CPU and on CUDA. torch is never imported first here: the caller has it already."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ..arrays import Meta
+from ..dtypes import ALL, BY_NAME, Dtype
+from ..errors import DeviceError, FrameworkError, OutOfMemoryError
+
+NAME = "torch"
+MUTABLE = True
+torch: Any = sys.modules["torch"]
+TORCH_DTYPE = {d.name: getattr(torch, d.name) for d in ALL if hasattr(torch, d.name)}
+NAME_OF = {t: name for name, t in TORCH_DTYPE.items()}
+# Triton and Inductor read the stream this way too; torch.cuda.current_stream() builds an object, 4.5 us a call on the H200 host.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def is_array(obj: Any) -> bool:
+    """A tensor that has storage (not a FakeTensor of a compiler)."""
+    return isinstance(obj, torch.Tensor)
+
+
+def key(array: Any) -> tuple[Any, ...]:
+    """Hashable facts of `array`."""
+    return array.shape, array.stride(), array.dtype, array.device
+
+
+def pointer(array: Any) -> int:
+    """Address of element 0."""
+    return array.data_ptr()  # type: ignore[no-any-return]
+
+
+def meta(array: Any) -> Meta:
+    """Facts of `array`."""
+    if array.layout is not torch.strided or "Fake" in type(array).__name__:
+        raise FrameworkError(
+            f"expected a dense torch tensor with storage, got {type(array).__name__} with layout {array.layout}. "
+            "Inside torch.compile call the registered op."
+        )
+    if array.device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"expected a tensor on cpu or cuda, got one on {array.device}. Move it with .cuda() or .cpu().")
+    if array.is_conj() or array.is_neg():
+        raise FrameworkError("expected a plain tensor, got one with a pending conjugate or negation. Call .resolve_neg() first.")
+    name = NAME_OF.get(array.dtype, str(array.dtype).removeprefix("torch."))
+    return Meta(tuple(array.shape), tuple(array.stride()), name, (array.device.type, array.device.index or 0))
+
+
+def empty(shape: tuple[int, ...], dtype: Dtype, device: tuple[str, int], like: Any) -> Any:
+    """A new tensor beside `like`."""
+    try:
+        return torch.empty(shape, dtype=TORCH_DTYPE[dtype.name], device=like.device)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(f"torch could not allocate {dtype.name}{list(shape)} on {like.device}: {error}") from error
+
+
+def stream(device: int, like: Any) -> int:
+    """Handle of torch's current stream on that device."""
+    if _raw_stream is not None:
+        return _raw_stream(device)  # type: ignore[no-any-return]
+    return torch.cuda.current_stream(device).cuda_stream  # type: ignore[no-any-return]
+
+
+def to_numpy(array: Any) -> Any:
+    """Zero-copy NumPy view of a CPU tensor; bf16 and fp8 pass through integers of their size."""
+    t = array.detach()
+    dtype = BY_NAME[NAME_OF[t.dtype]]
+    if dtype.dlpack[0] in (4, 10, 12):
+        return t.view(torch.int16 if dtype.itemsize == 2 else torch.uint8).numpy().view(dtype.np)
+    return t.numpy()
+
+
+def from_numpy(array: Any) -> Any:
+    """Unused: `empty` gives tensors."""
+    return array

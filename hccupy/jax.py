@@ -1,0 +1,143 @@
+"""JAX: every op as a traceable function, eager or under jax.jit, on CUDA and on the CPU.
+
+Calls go through jax.experimental.buffer_callback: JAX allocates the results, hands over their buffers and its stream, and
+the pipeline's own plan, kernel and reference do the rest. Mutated caches are inputs aliased to results: donate them
+(jax.jit(..., donate_argnums=...)) and no copy is made. Gradients and vmap are refused by JAX itself, with its words.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import arch, build, check, cuda, launch, plan
+from .arrays import Meta
+from .dtypes import BY_NAME
+from .errors import ArgumentError, FrameworkError, explain
+from .frameworks import dlpack_, jax_
+from .ops import get
+from .spec import Arg, Bound, OpSpec
+
+
+def on_cuda(array: Any) -> bool:
+    """Is this array (or tracer, by the default backend) on a GPU?"""
+    if isinstance(array, jax.core.Tracer):
+        return jax.default_backend() == "gpu"
+    return jax_._device(array)[0] == "cuda"
+
+
+def concrete(given: Sequence[Any]) -> bool:
+    """Is no argument a tracer of jit?"""
+    return not any(isinstance(v, jax.core.Tracer) for v in given)
+
+
+def run(spec: OpSpec, given: Sequence[Any], outs: Sequence[Any]) -> Any:
+    """An op on JAX arrays, eager or traced. Returns the outputs, then the updated caches.
+
+    Raises ArgumentError for caller-supplied outputs (JAX arrays are immutable) and the op's argument errors.
+    """
+    refuse_outs(spec, outs)
+    arrays, scalars, present = [], [], []
+    for p, value in zip(spec.params, given, strict=True):
+        if isinstance(p, Arg):
+            present.append(value is not None)
+            if value is not None:
+                if not isinstance(value, jax.Array):
+                    raise FrameworkError(explain(spec.name, p.name, "a JAX array like the first argument", type(value).__name__, "Convert it with jnp.asarray."))
+                arrays.append(value)
+        else:
+            scalars.append(check.scalar(spec, p, value))
+    results = _jitted(spec.name, tuple(present), tuple(scalars))(*arrays)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def refuse_outs(spec: OpSpec, outs: Sequence[Any]) -> None:
+    """JAX arrays cannot be written: an `out=` is an error."""
+    for o, value in zip(spec.outputs, outs, strict=True):
+        if value is not None:
+            raise ArgumentError(explain(spec.name, o.keyword or o.name, "None with JAX arrays", "an array", "JAX arrays are immutable: use the returned ones."))
+
+
+@lru_cache(maxsize=4096)
+def _jitted(name: str, present: tuple[bool, ...], scalars: tuple[Any, ...]) -> Any:
+    return jax.jit(partial(_traced, get(name), present, scalars))
+
+
+def _traced(spec: OpSpec, present: tuple[bool, ...], scalars: tuple[Any, ...], *arrays: Any) -> Any:
+    from jax.experimental.buffer_callback import buffer_callback
+
+    names = [p.name for p, there in zip(spec.args, present, strict=True) if there]
+    metas = {n: Meta(tuple(a.shape), _row_major(a.shape), np.dtype(a.dtype).name, ("cuda", 0)) for n, a in zip(names, arrays, strict=True)}
+    values = dict(zip((s.name for s in spec.scalars), scalars, strict=True))
+    bound = check.bind(spec, metas, values, "jax", dict.fromkeys(metas, 0))
+    lead = check.lead_of(spec, metas)
+    shapes: list[Any] = []
+    made = [o for o in spec.outputs if o.allocate and bound.has(o.name)]
+    for o in made:
+        shapes.append(jax.ShapeDtypeStruct(check.out_shape(spec, o, bound, lead), BY_NAME[bound.dtypes[o.name]].np))
+    aliases = {}
+    for p in spec.args:
+        if p.mutated and p.name in metas:
+            aliases[names.index(p.name)] = len(shapes)
+            shapes.append(jax.ShapeDtypeStruct(metas[p.name].shape, BY_NAME[metas[p.name].dtype].np))
+    order = names, [o.name for o in made], [p.name for p in spec.args if p.mutated and p.name in metas]
+    callback = partial(_callback, spec, bound, order, _Launchers(spec, bound))
+    call = buffer_callback(callback, tuple(shapes), input_output_aliases=aliases, command_buffer_compatible=True)
+    results = list(call(*arrays))
+    heads = [results.pop(0) if o.name in order[1] else None for o in spec.outputs if o.allocate]
+    return tuple(heads + results)
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape)))
+
+
+class _Launchers:
+    """The kernel of a traced call, built at its first run on each device (XLA's warm-up run, before any capture)."""
+
+    def __init__(self, spec: OpSpec, bound: Bound) -> None:
+        self.spec, self.bound = spec, bound
+        self.by_device: dict[int, launch.Launcher] = {}
+        self.lock = threading.Lock()
+
+    def on(self, device: int) -> launch.Launcher:
+        """The launcher of `device`, which must be current."""
+        with self.lock:
+            if device not in self.by_device:
+                made = plan.make(self.spec, self.bound, arch.of_device(device))
+                self.by_device[device] = launch.Launcher(self.spec, made, self.bound, build.function(made, device).kernel.ptr)
+            return self.by_device[device]
+
+
+def _callback(spec: OpSpec, bound: Bound, order: Any, launchers: _Launchers, ctx: Any, outs: Any, *args: Any) -> None:
+    """What XLA calls: buffers in, results written in place. An aliased cache is its result buffer (XLA copied or donated it)."""
+    names, made, mutated = order
+    buffers = dict(zip(names, args, strict=True))
+    buffers.update(zip([*made, *mutated], outs, strict=True))
+    if not all(bound.axes[a] for a in spec.empty):
+        return
+    slots = [a.name for a in (*spec.args, *spec.outputs)]
+    kind = next(iter(buffers.values())).__dlpack_device__()[0]
+    if int(kind) in dlpack_.CPU_KINDS:
+        views: dict[str, Any] = {n: dlpack_.to_numpy(dlpack_.Foreign(buffers[n])) if n in buffers else None for n in slots}
+        for a in (*spec.args, *spec.outputs):
+            if a.lead and views[a.name] is not None:
+                v = views[a.name]
+                views[a.name] = v.reshape(bound.axes["tokens"], *v.shape[v.ndim - (len(a.axes) - 1) :])
+        spec.reference(SimpleNamespace(axes=bound.axes, **bound.scalars, **views))
+        return
+    pointers = [_pointer(buffers[n]) if n in buffers else 0 for n in slots]
+    device = cuda.cupy().cuda.runtime.getDevice()
+    launchers.on(device)(pointers, ctx.stream)
+
+
+def _pointer(buffer: Any) -> int:
+    """Device address of a buffer; only the pointer is read, so no stream has to wait."""
+    capsule = dlpack_.Capsule(buffer.__dlpack__())
+    return capsule.ptr

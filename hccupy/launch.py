@@ -1,0 +1,118 @@
+"""Step 5: pack the arguments in the order every kernel declares them, and start the kernel on the caller's stream.
+
+Parameter order: pointers of the arrays (parameters in signature order, then outputs), strides of those arrays along the
+axes their spec lists, run-time scalars, run-time axes. `parameters` states it; a test compares it with kernels/*.cu.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from . import cuda
+from .errors import LaunchError
+from .plan import Plan
+from .spec import Bound, OpSpec
+
+
+def parameters(spec: OpSpec) -> Iterator[tuple[str, str]]:
+    """(name, type) of every kernel parameter, type one of "pointer", "long long", "float", "int"."""
+    arrays = (*spec.args, *spec.outputs)
+    for a in arrays:
+        yield a.name, "pointer"
+    for a in arrays:
+        for axis in a.strides:
+            yield f"{a.name}_stride_{axis}", "long long"
+    for s in spec.scalars:
+        if s.in_kernel and not s.baked:
+            yield s.name, "float" if s.kind == "float" else "int"
+    for axis in spec.axes:
+        if not axis.baked:
+            yield axis.name, "int"
+
+
+_FORMAT = {"pointer": "Q", "long long": "q", "float": "f", "int": "i"}
+
+
+def values(spec: OpSpec, bound: Bound) -> list[int | float]:
+    """The values after the pointers, in the order of `parameters`."""
+    out: list[int | float] = []
+    for a in (*spec.args, *spec.outputs):
+        names = a.axes if isinstance(a.axes, tuple) else ()
+        for axis in a.strides:
+            out.append(bound.strides[a.name][names.index(axis)] if bound.has(a.name) else 0)
+    for s in spec.scalars:
+        if s.in_kernel and not s.baked:
+            value = bound.scalars[s.name]
+            out.append(0 if value is None else float(value) if s.kind == "float" else int(value))
+    out.extend(bound.axes[a.name] for a in spec.axes if not a.baked)
+    return out
+
+
+class Launcher:
+    """A kernel with everything but the pointers and the stream filled in.
+
+    Each thread has its own block of arguments, because it is patched in place while the GIL is released by the call.
+    """
+
+    def __init__(self, spec: OpSpec, plan: Plan, bound: Bound, function: int) -> None:
+        kinds = [kind for _, kind in parameters(spec)]
+        self.op = spec.name
+        self.plan = plan
+        self.pointers = kinds.count("pointer")
+        self.rest = struct.pack("=" + "".join(_FORMAT[k] for k in kinds[self.pointers :]), *values(spec, bound))
+        self.sizes = [8 if k in ("pointer", "long long") else 4 for k in kinds]
+        self.patch = struct.Struct(f"={self.pointers}Q").pack_into
+        self.function = function
+        self.local = threading.local()
+        self.call = cuda.driver().cuLaunchKernelEx
+
+    def block(self) -> tuple[Any, Any, int, Any, int]:
+        """This thread's (buffer, config, config address, keep-alive, parameter array address)."""
+        cuda.ensure_context()
+        buffer = ctypes.create_string_buffer(8 * self.pointers + len(self.rest))
+        buffer[8 * self.pointers : 8 * self.pointers + len(self.rest)] = self.rest  # type: ignore[assignment]
+        table = (ctypes.c_void_p * len(self.sizes))()
+        offset = ctypes.addressof(buffer)
+        for i, size in enumerate(self.sizes):
+            table[i] = offset
+            offset += size
+        launch = self.plan.launch
+        attributes = (cuda.LaunchAttribute * 2)()
+        count = 0
+        if launch.cluster > 1:
+            attributes[count].id = cuda.CLUSTER_DIMENSION
+            attributes[count].value[0:3] = [launch.cluster, 1, 1]
+            count += 1
+        if launch.pdl:
+            attributes[count].id = cuda.PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[count].value[0] = 1
+            count += 1
+        config = cuda.LaunchConfig(
+            (ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(*launch.block), launch.smem, None, attributes, count
+        )
+        made = (buffer, config, ctypes.addressof(config), (table, attributes), ctypes.addressof(table))
+        self.local.block = made
+        return made
+
+    def __call__(self, pointers: Sequence[int], stream: int) -> None:
+        """Start the kernel. The current device must be the arrays'.
+
+        Raises LaunchError with the driver's words.
+        """
+        try:
+            buffer, config, address, _, table = self.local.block
+        except AttributeError:
+            buffer, config, address, _, table = self.block()
+        self.patch(buffer, 0, *pointers)
+        config.stream = stream
+        code = self.call(address, self.function, table, None)
+        if code:
+            launch = self.plan.launch
+            raise LaunchError(
+                f"{self.op}: the driver refused the launch: {cuda.error_text(code)}; grid {launch.grid}, block {launch.block}, "
+                f"{launch.smem} bytes of shared memory, cluster {launch.cluster}"
+            )

@@ -1,0 +1,110 @@
+"""The whole flow of a call on one screen: view -> bind -> plan -> build -> launch -> wrap. Read this first.
+
+Everything that shapes, dtypes, strides, devices and scalars decide is worked out once and remembered (`_memo`);
+a repeat call looks that up, compares addresses where arrays could overlap, allocates outputs and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from . import arch, arrays, build, check, cuda, launch, plan
+from .binding import Binding, stream_handle
+from .errors import CaptureError, DeviceError, FrameworkError, explain
+from .frameworks import dlpack_
+from .spec import Arg, OpSpec
+
+_memo: dict[tuple[Any, ...], Binding] = {}
+MEMO_LIMIT = 4096  # a server sees thousands of token counts; past this the memo starts anew rather than grow for ever
+
+
+def run(spec: OpSpec, given: Sequence[Any], outs: Sequence[Any] = (), stream: Any = None) -> Any:
+    """Run an op. `given`: parameters in signature order; `outs`: caller's outputs in spec order (None: allocate)."""
+    framework = _framework(spec, given)
+    if framework.NAME == "dlpack":  # read each foreign array once
+        given, outs = [dlpack_.adopt(v) for v in given], [dlpack_.adopt(v) for v in outs]
+    if framework.NAME == "jax":
+        from . import jax
+
+        if jax.on_cuda(given[0]) or not jax.concrete(given):
+            return jax.run(spec, given, outs)
+        jax.refuse_outs(spec, outs)
+    key: list[Any] = [spec.name, framework.NAME]
+    pointers: list[int] = []
+    try:
+        for p, value in zip(spec.params, given, strict=True):
+            if value is None or not isinstance(p, Arg):
+                key.append(value)
+                if isinstance(p, Arg):
+                    pointers.append(0)
+            else:
+                if arrays.framework(value) is not framework:
+                    _refuse(spec, framework, given, p.name, value)
+                pointers.append(framework.pointer(value))
+                key += framework.key(value), pointers[-1] & 15
+        for o, value in zip(spec.outputs, outs, strict=True):
+            if value is None:
+                key.append(None)
+                pointers.append(0)
+            else:
+                if arrays.framework(value) is not framework:
+                    _refuse(spec, framework, given, o.keyword or o.name, value)
+                pointers.append(framework.pointer(value))
+                key += framework.key(value), pointers[-1] & 15
+        binding = _memo.get(tuple(key))
+    except TypeError as error:  # an unhashable scalar: the checks below say which
+        if isinstance(error, FrameworkError):
+            raise
+        binding = None
+    if binding is None:
+        binding = bind(spec, framework, given, outs, pointers, stream)
+        if len(_memo) >= MEMO_LIMIT:
+            _memo.clear()
+        _memo[tuple(key)] = binding
+    return binding(given, outs, pointers, stream)
+
+
+def bind(spec: OpSpec, framework: ModuleType, given: Sequence[Any], outs: Sequence[Any], pointers: Sequence[int], stream: Any) -> Binding:
+    """Steps 1 to 4 of a call seen for the first time: facts, checks, plan, kernel."""
+    metas = {}
+    scalars = {}
+    named = [(p, v) for p, v in zip(spec.params, given, strict=True)] + list(zip(spec.outputs, outs, strict=True))
+    for p, value in named:
+        if not isinstance(p, Arg) and p in spec.scalars:
+            scalars[p.name] = value
+        elif value is not None:
+            metas[p.name] = framework.meta(value)
+    slots = [a.name for a in (*spec.args, *spec.outputs)]
+    addresses = dict(zip(slots, pointers, strict=True))
+    bound = check.bind(spec, metas, scalars, framework.NAME, addresses)  # 2
+    launcher = None
+    if bound.device[0] == "cuda" and all(bound.axes[a] for a in spec.empty):
+        kind, index = bound.device
+        handle = framework.stream(index, given[0]) if stream is None else stream_handle(stream)
+        if cuda.is_capturing(handle):
+            raise CaptureError(
+                f"{spec.name}: this call is new (shapes, dtypes or strides) and a CUDA graph is being captured: its kernel cannot be "
+                "compiled or loaded now. Call it once with such arguments before the capture (hccupy.warmup does that)."
+            )
+        with cuda.cupy().cuda.Device(index):
+            made = plan.make(spec, bound, arch.of_device(index))  # 3
+            launcher = launch.Launcher(spec, made, bound, build.function(made, index).kernel.ptr)  # 4
+    return Binding(spec, framework, bound, metas, check.lead_of(spec, metas), launcher)
+
+
+def _framework(spec: OpSpec, given: Sequence[Any]) -> ModuleType:
+    """The framework of the first array, which all must share."""
+    name, first = next((p.name, v) for p, v in zip(spec.params, given, strict=True) if isinstance(p, Arg))
+    return arrays.framework(first) or arrays.view(spec.name, name, first)[0]
+
+
+def _refuse(spec: OpSpec, framework: ModuleType, given: Sequence[Any], name: str, value: Any) -> None:
+    """Say why an argument of another framework cannot be used: another device first, since that is the usual cause."""
+    other, meta = arrays.view(spec.name, name, value)
+    first = framework.meta(next(v for p, v in zip(spec.params, given, strict=True) if isinstance(p, Arg)))
+    if meta.device != first.device:
+        where = f"an array on {first.device[0]}:{first.device[1]} like the first argument"
+        raise DeviceError(explain(spec.name, name, where, f"a {other.NAME} array on {meta.device[0]}:{meta.device[1]}", "Move it there."))
+    raise FrameworkError(explain(spec.name, name, f"a {framework.NAME} array like the first argument", f"a {other.NAME} array", "Convert it first."))
