@@ -13,6 +13,7 @@ from . import check, cuda, overlap
 from .arrays import Meta
 from .dtypes import BY_NAME, Dtype
 from .errors import ArgumentError, CaptureError, explain
+from .frameworks import dlpack_
 from .launch import Launcher
 from .spec import Arg, Bound, OpSpec, Out
 
@@ -119,6 +120,8 @@ class Binding:
         return array.reshape(self.bound.axes["tokens"], *array.shape[cut:])
 
     def _returned(self, results: Sequence[Any], updated: tuple[Any, ...] = ()) -> Any:
+        if self.framework is dlpack_:  # the caller's own objects, not our readings of them
+            results = [r.owner if isinstance(r, dlpack_.Foreign) else r for r in results]
         values = tuple(r for o, r in zip(self.spec.outputs, results, strict=True) if o.allocate) + updated
         if not values:
             return None

@@ -1,10 +1,11 @@
-"""The command line: hccupy demo | explain | cache. argparse, so that it runs on the core dependencies alone."""
+"""The command line: hccupy demo | explain | bench | cache. argparse, so that it runs on the core dependencies alone."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from .errors import HccupyError
@@ -58,6 +59,15 @@ def cache(options: argparse.Namespace) -> int:
     return 0
 
 
+def bench(options: argparse.Namespace) -> int:
+    """Verify and time the kernels."""
+    from .bench import run_bench
+    from .ops import REGISTRY, get
+
+    ops = [get(o).name for o in options.ops] or list(REGISTRY)
+    return run_bench(ops, options.output, match=options.match, compiled=options.compile, with_peers=not options.no_peers, check=options.check)
+
+
 def demo(options: argparse.Namespace) -> int:
     """Run SmolLM2 as an iHC network."""
     from .demo import run_demo
@@ -97,6 +107,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", default="bfloat16")
     p.add_argument("--arch", help="sm_80 ... sm_120a (default: this machine's GPU)")
     p.set_defaults(run=explain)
+
+    p = commands.add_parser("bench", help="verify and time the kernels: CUDA graphs, cold L2, medians; ceilings and peers in the same run")
+    p.add_argument("ops", nargs="*", help="default: all")
+    p.add_argument("--match", default="", help="only cases whose name holds this text")
+    p.add_argument("--output", type=Path, default=Path("bench.json"), help="the record (a .csv is written beside it)")
+    p.add_argument("--compile", action="store_true", help="time torch.compile too (seconds a shape)")
+    p.add_argument("--no-peers", action="store_true", help="time nothing but ours")
+    p.add_argument("--check", type=Path, metavar="FILE", help="exit 1 where a case is over 10 %% slower than in this record")
+    p.set_defaults(run=bench)
 
     p = commands.add_parser("cache", help="the compiled kernels on disk")
     p.add_argument("action", choices=("info", "clear"))

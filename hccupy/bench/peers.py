@@ -1,0 +1,83 @@
+"""What ours is timed against: torch eager, torch.compile, and hpc-ops where it can be imported."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+Kwargs = dict[str, Any]
+
+
+def eager_pre(k: Kwargs) -> Any:
+    """ihc_pre and ihc_head in plain torch."""
+    import torch
+
+    x = k["x"]
+    hc = x.shape[1]
+    xf = x.float().flatten(1)
+    mixes = (xf @ k["w"].T) * torch.rsqrt(xf.square().mean(-1, keepdim=True) + k["norm_eps"])
+    h_pre = torch.sigmoid(mixes[:, :hc] * k["hc_scale"][0] + k["hc_base"][:hc]) + k["hc_eps"]
+    y = (h_pre[:, :, None] * xf.view(x.shape)).sum(1)
+    if k.get("rms_weight") is not None:
+        y = y.to(x.dtype).float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + k["rms_eps"]) * k["rms_weight"].float()
+    if k["w"].shape[0] == hc:
+        return y.to(x.dtype)
+    h_post = 2.0 * torch.sigmoid(mixes[:, hc:] * k["hc_scale"][1] + k["hc_base"][hc:]) + k["hc_eps"]
+    return y.to(x.dtype), h_post
+
+
+def eager_post(k: Kwargs) -> Any:
+    """ihc_post in plain torch."""
+    return (k["h_post"][:, :, None] * k["x"].float()[:, None, :] + k["residual"].float()).to(k["x"].dtype)
+
+
+def eager_post_pre(k: Kwargs) -> Any:
+    """ihc_post_pre in plain torch."""
+    y = eager_post(k)
+    return (y, *eager_pre({**k, "x": y}))
+
+
+EAGER: dict[str, Callable[[Kwargs], Any]] = {
+    "ihc_pre": eager_pre,
+    "ihc_head": eager_pre,
+    "ihc_post": eager_post,
+    "ihc_post_pre": eager_post_pre,
+}
+
+
+def torch_peers(op: str, compiled: bool) -> dict[str, Callable[[Kwargs], Any]]:
+    """name -> function of the same keyword arguments. Compiled code costs seconds a shape: `compiled` asks for it."""
+    if op not in EAGER:
+        return {}
+    found = {"torch eager": EAGER[op]}
+    if compiled:
+        import torch
+
+        found["torch.compile"] = torch.compile(EAGER[op], dynamic=False)
+    return found
+
+
+def hpc_peers(op: str) -> dict[str, Callable[[Kwargs], Any]]:
+    """The hpc-ops function of the same op, where hpc is installed (and is not our own stand-in)."""
+    if importlib.util.find_spec("hpc") is None:
+        return {}
+    import hpc
+
+    if getattr(hpc, "__hccupy__", False):
+        return {}
+
+    def rms(k: Kwargs) -> Kwargs:
+        return {"rms_weight": k["rms_weight"], "rms_eps": k["rms_eps"]} if k.get("rms_weight") is not None else {}
+
+    def gates(k: Kwargs) -> tuple[Any, ...]:
+        return k["w"], k["hc_scale"], k["hc_base"], k["norm_eps"], k["hc_eps"]
+
+    table: dict[str, Callable[[Kwargs], Any]] = {
+        "ihc_pre": lambda k: hpc.fuse_ihc_pre(k["x"], *gates(k), 2.0, **rms(k)),
+        "ihc_head": lambda k: hpc.fuse_ihc_head(k["x"], *gates(k), **rms(k)),
+        "ihc_post": lambda k: hpc.fuse_ihc_post(k["x"], k["residual"], k["h_post"]),
+        "ihc_post_pre": lambda k: hpc.fuse_ihc_post_pre(k["x"], k["residual"], k["h_post"], *gates(k), 2.0, **rms(k)),
+    }
+    return {"hpc-ops": table[op]} if op in table else {}

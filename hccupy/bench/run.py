@@ -1,0 +1,193 @@
+"""The bench run: cases in, verified records out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hccupy
+
+from ..dtypes import BY_NAME
+from ..errors import HccupyError, NoGpuError
+from ..explain import imagine
+from ..ops import REGISTRY
+from ..provenance import record
+from ..spec import Case, OpSpec
+from . import inputs, peers, timing
+
+CEILING = {"ihc_pre": "read4write1", "ihc_head": "read4write1", "ihc_post": "read5write4", "ihc_post_pre": "read5write5"}
+
+
+class WrongResultError(HccupyError, AssertionError):
+    """A kernel gave a wrong result: nothing is timed."""
+
+
+def verify(spec: OpSpec, host: dict[str, Any], device: dict[str, Any], index: Any, got: Sequence[Any]) -> None:
+    """Compare a device result with the NumPy path on the drawn rows.
+
+    Raises WrongResultError. (The full checks at trust's tolerances are the test suite's.)
+    """
+    cpu = {k: v.copy() if isinstance(v, np.ndarray) and v.flags.owndata else v for k, v in host.items()}
+    want = getattr(hccupy, spec.name)(**cpu)
+    want = want if isinstance(want, tuple) else (want,)
+    names = [o.name for o in spec.outputs if o.allocate]
+    pairs = list(zip(names, got, want, strict=False)) + [(a.name, device[a.name], cpu[a.name]) for a in spec.args if a.mutated]
+    for name, g, w in pairs:
+        if g is None or w is None:
+            continue
+        a = inputs.to_numpy(g)
+        if index is not None:
+            w = w[index.cpu().numpy()[: len(a)]]
+        a, b = a.astype(np.float64), np.asarray(w).astype(np.float64)
+        scale = np.abs(b[np.isfinite(b)]).max(initial=0.0) or 1.0
+        limit = 2.0 ** -(BY_NAME[np.asarray(w).dtype.name].mantissa + 1) * 4 if np.asarray(w).dtype.kind not in "iu" else 0.0
+        off = ~(np.abs(a - b) <= limit * np.maximum(np.abs(b), 0.05 * scale)) & ~(np.isnan(a) & np.isnan(b))
+        if off.mean() > 1e-4:
+            raise WrongResultError(f"{spec.name}: {name}: {off.mean():.2%} of the elements differ from the NumPy path.")
+
+
+def touched_bytes(tensors: dict[str, Any], moved: int) -> int:
+    """Bytes a call touches, weights included: what must rotate."""
+    return moved + sum(t.numel() * t.element_size() for n, t in tensors.items() if n in ("w", "rms_weight", "cos_sin"))
+
+
+def outputs_for(spec: OpSpec, result: Any) -> dict[str, Any]:
+    """Caller-supplied outputs shaped like a result."""
+    import torch
+
+    values = result if isinstance(result, tuple) else (result,)
+    named = zip([o for o in spec.outputs if o.allocate], values, strict=False)
+    return {str(o.keyword): torch.empty_like(v) for o, v in named if o.keyword and v is not None}
+
+
+def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bool, with_peers: bool) -> list[dict[str, Any]]:
+    """Verify one case and time ours, torch and peers. One record each."""
+    host, device, index = inputs.make(spec, case)
+    function = getattr(hccupy, spec.name)
+    first = function(**device)
+    verify(spec, host, device, index, first if isinstance(first, tuple) else (first,))
+    sizes: dict[str, Any] = {s.name: case.scalars[s.name] for s in spec.scalars if s.name in case.scalars}
+    for p in spec.args:
+        if p.name in device:
+            sizes |= {n: size for n, size in zip(p.axes, device[p.name].shape, strict=False) if n.isidentifier()} if not p.lead else {}
+            sizes |= {p.name: True} if p.optional else {}
+    sizes = {**case.axes, **sizes}
+    bound = imagine(spec, sizes, case.dtype)
+    moved = spec.bytes_moved(bound)
+    count = timing.sets_for(touched_bytes(device, moved))
+    sets = [device] + [inputs.clone(device) for _ in range(count - 1)]
+    outs = [outputs_for(spec, first) for _ in sets]
+    rate = ceilings[CEILING.get(spec.name, "copy")]
+    plain = {k: v for k, v in case.options.items() if isinstance(v, str | int | float | bool)}
+    base = {"op": spec.name, "case": case.name, "dtype": case.dtype, "tokens": bound.axes["tokens"], **case.axes, **plain}
+    base |= {"policy": case.scalars["qk_norm_policy"]} if "qk_norm_policy" in case.scalars else {}
+    base |= {"norm": bool(case.options.get("norm"))} if any(a.name == "rms_weight" for a in spec.args) else {}
+    base |= {"bytes": moved, "floor_us": moved / rate / 1e6, "cold": True, "graph": True, "sets": count}
+    records = []
+
+    def add(name: str, calls: list[Callable[[], Any]]) -> None:
+        times = timing.graph_us(calls)
+        row = {**base, **times, "gbps": moved / times["us"] / 1e3, "share": base["floor_us"] / times["us"]}
+        if name == "hccupy":
+            records.append(row)
+        else:  # a peer's time must never be taken for ours: another key
+            records.append({**row, "op": f"{spec.name} ({name})", "peer": name})
+
+    add("hccupy", [lambda k=k, o=o: function(**k, **o) for k, o in zip(sets, outs, strict=True)])
+    if with_peers:
+        for name, peer in {**peers.torch_peers(spec.name, compiled), **peers.hpc_peers(spec.name)}.items():
+            add(name, [lambda k=k, peer=peer: peer(k) for k in sets[: 64 if "torch" in name else None]])
+    return records
+
+
+def host_times() -> list[dict[str, Any]]:
+    """Host time per call with torch tensors, small sizes: plain (allocating) and with out=."""
+    rows = []
+    for op in ("ihc_pre", "ihc_head", "ihc_post", "ihc_post_pre", "rope_norm_store_kv", "rope_norm_store_kv_fp8"):
+        spec = REGISTRY[op]
+        case = next(c for c in spec.cases if c.name.startswith("bench"))
+        _, device, _ = inputs.make(spec, case)
+        function = getattr(hccupy, op)
+        outs = outputs_for(spec, function(**device))
+        rows.append({"op": op, "call": "plain", "us": timing.host_us(lambda f=function, d=device: f(**d))})
+        rows.append({"op": op, "call": "out", "us": timing.host_us(lambda f=function, d=device, o=outs: f(**d, **o))})
+    return rows
+
+
+def run_bench(
+    ops: Sequence[str], output: Path, *, match: str = "", compiled: bool = False, with_peers: bool = True, check: Path | None = None
+) -> int:
+    """Run, print, write bench.json and bench.csv beside it. Exit status: 1 where --check finds a slower case.
+
+    Raises NoGpuError without a GPU or torch, WrongResultError where a result is wrong.
+    """
+    try:
+        import torch
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError as error:
+        raise NoGpuError(f"bench: expected torch and rich, got {error}. Install 'hccupy[bench,torch]'.") from error
+    if not torch.cuda.is_available():
+        raise NoGpuError("bench: expected a CUDA GPU, got none. It measures kernels only; the CPU path has no bench.")
+    console = Console()
+    ceilings = timing.ceilings()
+    todo = [(REGISTRY[o], c) for o in ops for c in REGISTRY[o].cases if c.name.startswith("bench") and match in f"{o} {c.name}"]
+    records: list[dict[str, Any]] = []
+    columns = (TextColumn("{task.description:40s}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(todo))
+        for spec, case in todo:
+            progress.update(bar, description=f"{spec.name} {case.name}")
+            records += time_case(spec, case, ceilings, compiled, with_peers)
+            torch.cuda.empty_cache()
+            progress.advance(bar)
+        progress.update(bar, description="host time")
+        host = host_times() if not match else []
+    report = {**record(torch.cuda.get_device_name()), "ceilings_tbps": ceilings, "records": records, "host": host}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=1) + "\n")
+    with output.with_suffix(".csv").open("w", newline="") as file:
+        fields = sorted({k for r in records for k in r})
+        writer = csv.DictWriter(file, fields)
+        writer.writeheader()
+        writer.writerows(records)
+    show(console, report)
+    return compare(console, records, check) if check else 0
+
+
+def show(console: Any, report: dict[str, Any]) -> None:
+    """The table: microseconds, GB/s, share of the floor, times the best peer, host microseconds."""
+    from rich.table import Table
+
+    words = ", ".join(f"{k} {v:.2f}" for k, v in report["ceilings_tbps"].items())
+    table = Table(title=f"{report['gpu']}, ceilings in TB/s: {words}")
+    for heading in ("op", "case", "us", "p20-p80", "GB/s", "of floor", "best peer us", "x faster"):
+        table.add_column(heading, justify="left" if heading in ("op", "case") else "right")
+    for r in report["records"]:
+        if "peer" in r:
+            continue
+        others = [p["us"] for p in report["records"] if p.get("peer") and p["op"].startswith(r["op"] + " (") and p["case"] == r["case"]]
+        best = min(others, default=None)
+        table.add_row(
+            r["op"], r["case"], f"{r['us']:.2f}", f"{r['us_p20']:.2f}-{r['us_p80']:.2f}", f"{r['gbps']:.0f}", f"{r['share']:.2f}",
+            f"{best:.2f}" if best else "-", f"{best / r['us']:.1f}" if best else "-",
+        )  # fmt: skip
+    console.print(table)
+    for h in report["host"]:
+        console.print(f"host {h['op']} {h['call']}: {h['us']:.1f} us")
+
+
+def compare(console: Any, records: list[dict[str, Any]], earlier: Path, allowed: float = 1.10) -> int:
+    """1 where a case is more than 10 % slower than in an earlier record (run-to-run spread is up to 7 %)."""
+    before = {(r["op"], r["case"]): r["us"] for r in json.loads(earlier.read_text())["records"]}
+    slower = [(r, before[r["op"], r["case"]]) for r in records if r["us"] > allowed * before.get((r["op"], r["case"]), float("inf"))]
+    for r, old in slower:
+        console.print(f"slower: {r['op']} {r['case']}: {old:.2f} -> {r['us']:.2f} us", style="red")
+    print(f"{len(slower)} of {len(records)} cases slower than {earlier}", file=sys.stderr)
+    return 1 if slower else 0

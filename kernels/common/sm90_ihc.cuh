@@ -1,0 +1,322 @@
+// The arithmetic of the sm_90a iHC kernels. Both kernels (cluster and stream) call these pieces in the same order on
+// the same slices, so that a token's bits depend neither on the batch nor on the kernel that ran.
+//
+// Slices. The hidden axis is cut into groups of 32 columns; a unit is (group, half of the channels). One warp runs a
+// unit as one chain of mma.m16n8k16 from a zero sum, for 8 tokens. Units are added in sequence in chunks of
+// hidden / 1024, the 64 chunks of a token in a balanced binary tree:
+//   dot = tree over 64 chunks ( ((unit 0 + unit 1) + unit 2) + ... ).
+//
+// Operands. A = weight rows (8 outputs; rows that an op lacks are zero), B = 8 tokens of x, exact in their own dtype.
+// The order of k inside a block of 32 is free, so lane (g, t) = (lane / 4, lane % 4) takes 8 neighbouring columns at
+// 8t: one 16-byte load of token g gives the B operand of two k-steps, and the weights of output g need no packing.
+//   bfloat16: w = hi + mid + lo, cut by truncation, which is exact for all 24 bits of w. Rows 0-7 hold hi, rows 8-15
+//             mid; lo is half a tile, so the two k-steps share one A operand and each uses its half of the sums.
+//   float16:  w * 2^e = hi + mid, rounded, off by at most 2^-24 of w; e puts the unit's largest |w| of that output
+//             at 2^14, which keeps mid away from float16's subnormals. The sum is scaled back, exactly.
+// Sums of squares ride along: A = x of the same registers, and the diagonal is the answer.
+#pragma once
+
+#include "convert.cuh"
+#include "ihc.cuh"
+#include "pack.cuh"
+#include "sm90_ptx.cuh"
+
+namespace hccupy {
+
+constexpr int kTileTokens = 8;
+constexpr int kOutputs = 8;
+constexpr int kChunks = 64;
+// What a slice says about a tile: dots [8 tokens][8 outputs], then the sums of squares [8 tokens].
+constexpr int kPartials = kTileTokens * kOutputs + kTileTokens;
+
+enum IhcOp : int { kPre = 0, kHead = 1, kPostPre = 2 };
+
+// ---- x of 16 bits ---------------------------------------------------------------------------------------------
+
+template <int kXDtype>
+__device__ __forceinline__ void unpack(unsigned int pair, float& low, float& high) {
+  if constexpr (kXDtype == kBfloat16) {
+    low = float_from_bits(pair << 16);
+    high = float_from_bits(pair & 0xffff0000u);
+  } else {
+    low = f16_to_float(static_cast<unsigned short>(pair));
+    high = f16_to_float(static_cast<unsigned short>(pair >> 16));
+  }
+}
+template <int kXDtype>
+__device__ __forceinline__ void unpack(uint4 v, float (&values)[8]) {
+  unpack<kXDtype>(v.x, values[0], values[1]);
+  unpack<kXDtype>(v.y, values[2], values[3]);
+  unpack<kXDtype>(v.z, values[4], values[5]);
+  unpack<kXDtype>(v.w, values[6], values[7]);
+}
+template <int kXDtype>
+__device__ __forceinline__ uint4 pack(const float (&values)[8]) {
+  using E = Element<kXDtype>;
+  return uint4{E::from_floats(values[0], values[1]), E::from_floats(values[2], values[3]), E::from_floats(values[4], values[5]),
+               E::from_floats(values[6], values[7])};
+}
+
+// 8 elements at any alignment that holds kVec of them (8: one 16-byte access). The bits do not depend on kVec.
+template <int kVec>
+struct Octet {
+  static_assert(kVec == 1 || kVec == 2 || kVec == 4 || kVec == 8, "kVec is the number of 2-byte elements an access may hold");
+  static __device__ __forceinline__ uint4 load(const void* from) {
+    if constexpr (kVec == 8) {
+      return *static_cast<const uint4*>(from);
+    } else if constexpr (kVec == 4) {
+      const uint2 a = static_cast<const uint2*>(from)[0], b = static_cast<const uint2*>(from)[1];
+      return uint4{a.x, a.y, b.x, b.y};
+    } else if constexpr (kVec == 2) {
+      const unsigned int* p = static_cast<const unsigned int*>(from);
+      return uint4{p[0], p[1], p[2], p[3]};
+    } else {
+      const unsigned short* p = static_cast<const unsigned short*>(from);
+      return uint4{p[0] | unsigned(p[1]) << 16, p[2] | unsigned(p[3]) << 16, p[4] | unsigned(p[5]) << 16, p[6] | unsigned(p[7]) << 16};
+    }
+  }
+  static __device__ __forceinline__ void store(void* to, uint4 v) {
+    if constexpr (kVec == 8) {
+      *static_cast<uint4*>(to) = v;
+    } else if constexpr (kVec == 4) {
+      static_cast<uint2*>(to)[0] = uint2{v.x, v.y};
+      static_cast<uint2*>(to)[1] = uint2{v.z, v.w};
+    } else {
+      const unsigned int words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (kVec == 2) {
+          static_cast<unsigned int*>(to)[k] = words[k];
+        } else {
+          static_cast<unsigned short*>(to)[2 * k] = static_cast<unsigned short>(words[k]);
+          static_cast<unsigned short*>(to)[2 * k + 1] = static_cast<unsigned short>(words[k] >> 16);
+        }
+      }
+    }
+  }
+};
+
+// ---- weights --------------------------------------------------------------------------------------------------
+
+// 8 neighbouring float32. Two plain 16-byte loads: no_allocate made each fetch its sector twice (4.7 against 4.3 us at one token).
+template <bool kAligned>
+__device__ __forceinline__ void load_weights(const float* from, float (&w)[8]) {
+  if constexpr (kAligned) {
+    const float4 a = __ldg(reinterpret_cast<const float4*>(from)), b = __ldg(reinterpret_cast<const float4*>(from) + 1);
+    w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w, w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
+  } else {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) w[k] = __ldg(from + k);
+  }
+}
+
+template <int kXDtype, int kBlocks>  // blocks of 32 columns in a unit
+struct UnitWeights {
+  static constexpr bool kBf16 = kXDtype == kBfloat16;
+  static constexpr int kRegisters = kBf16 ? 12 : 8;
+  unsigned int pieces[kBlocks][kRegisters];
+  float scale;  // float16 only: what the sums are multiplied with
+
+  // Operand order: k-step 0 {hi, mid, hi, mid}, k-step 1 the same, then lo of k-step 0 in rows 0-7, of k-step 1 in rows 8-15.
+  __device__ __forceinline__ void split(const float (&w)[kBlocks][8]) {
+    if constexpr (kBf16) {
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          unsigned int hi[2], mid[2], lo[2];
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const float value = w[b][2 * p + k];
+            hi[k] = float_bits(value);
+            const float rest = value - float_from_bits(hi[k] & 0xffff0000u);
+            mid[k] = float_bits(rest);
+            lo[k] = float_bits(rest - float_from_bits(mid[k] & 0xffff0000u));
+          }
+          pieces[b][2 * p] = __byte_perm(hi[0], hi[1], 0x7632);
+          pieces[b][2 * p + 1] = __byte_perm(mid[0], mid[1], 0x7632);
+          pieces[b][8 + (p >> 1) + 2 * (p & 1)] = __byte_perm(lo[0], lo[1], 0x7632);
+        }
+      }
+    } else {
+      float largest = 0.0f;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) largest = fmaxf(largest, fabsf(w[b][k]));
+      }
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const int exponent = min(max(static_cast<int>(float_bits(largest) >> 23), 15), 254);
+      const float up = float_from_bits(static_cast<unsigned int>(268 - exponent) << 23);
+      scale = float_from_bits(static_cast<unsigned int>(exponent - 14) << 23);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          const float low = w[b][2 * p] * up, high = w[b][2 * p + 1] * up;
+          const unsigned int hi = floats_to_f16x2(low, high);
+          float low_hi, high_hi;
+          unpack<kFloat16>(hi, low_hi, high_hi);
+          pieces[b][2 * p] = hi;
+          pieces[b][2 * p + 1] = floats_to_f16x2(low - low_hi, high - high_hi);
+        }
+      }
+    }
+  }
+};
+
+// One unit's sums for a tile. Lane (g, t) ends with output g of tokens 2t and 2t + 1, and entries (g, 2t), (g, 2t + 1) of x x^T.
+struct UnitSums {
+  float main[4] = {}, low_a[4] = {}, low_b[4] = {}, square_a[4] = {}, square_b[4] = {};
+
+  template <int kXDtype, int kBlocks>
+  __device__ __forceinline__ void add(const UnitWeights<kXDtype, kBlocks>& weights, int block, uint4 v) {
+    constexpr bool kBf16 = kXDtype == kBfloat16;
+    const auto& p = weights.pieces[block];
+    mma_16x8x16<kBf16>(main, p[0], p[1], p[2], p[3], v.x, v.y);
+    if constexpr (kBf16) mma_16x8x16<kBf16>(low_a, p[8], p[9], p[10], p[11], v.x, v.y);
+    mma_16x8x16<kBf16>(main, p[4], p[5], p[6], p[7], v.z, v.w);
+    if constexpr (kBf16) mma_16x8x16<kBf16>(low_b, p[8], p[9], p[10], p[11], v.z, v.w);
+    // Words of x in rows 0-7 and 8-15: each product fills one half of its diagonal. In k-steps of 8 the registers lie as loaded;
+    // m16n8k16 would need {x, z, y, w}, four moves and four registers.
+    mma_16x8x8<kBf16>(square_a, v.x, v.y, v.x);
+    mma_16x8x8<kBf16>(square_b, v.x, v.y, v.y);
+    mma_16x8x8<kBf16>(square_a, v.z, v.w, v.z);
+    mma_16x8x8<kBf16>(square_b, v.z, v.w, v.w);
+  }
+  // {dot of token 2t, dot of 2t + 1, square (g, 2t), square (g, 2t + 1)}, small pieces first.
+  template <int kXDtype, int kBlocks>
+  __device__ __forceinline__ float4 result(const UnitWeights<kXDtype, kBlocks>& weights) const {
+    float4 sums;
+    if constexpr (kXDtype == kBfloat16) {
+      sums.x = ((low_a[0] + low_b[2]) + main[2]) + main[0];
+      sums.y = ((low_a[1] + low_b[3]) + main[3]) + main[1];
+    } else {
+      sums.x = (main[2] + main[0]) * weights.scale;
+      sums.y = (main[3] + main[1]) * weights.scale;
+    }
+    sums.z = square_a[0] + square_b[2];
+    sums.w = square_a[1] + square_b[3];
+    return sums;
+  }
+};
+
+// Writes a lane's sums in the order of kPartials.
+__device__ __forceinline__ void store_partials(float* to, float4 sums, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  to[(2 * t) * kOutputs + g] = sums.x;
+  to[(2 * t + 1) * kOutputs + g] = sums.y;
+  if ((g >> 1) == t) to[kTileTokens * kOutputs + g] = (g & 1) ? sums.w : sums.z;
+}
+
+__device__ __forceinline__ float4 operator+(float4 a, float4 b) { return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+__device__ __forceinline__ float4 shuffle_xor(float4 a, int mask) {
+  return float4{__shfl_xor_sync(0xffffffffu, a.x, mask), __shfl_xor_sync(0xffffffffu, a.y, mask),
+                __shfl_xor_sync(0xffffffffu, a.z, mask), __shfl_xor_sync(0xffffffffu, a.w, mask)};
+}
+
+// ---- after the sums -------------------------------------------------------------------------------------------
+
+// post: y = h_post x + residual of 8 columns, rounded to the dtype of x.
+template <int kXDtype>
+__device__ __forceinline__ uint4 post_octet(const float (&x)[8], uint4 residual, float h_post) {
+  float values[8];
+  unpack<kXDtype>(residual, values);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) values[k] = ihc_post_element(h_post, x[k], values[k]);
+  return pack<kXDtype>(values);
+}
+
+// pre: z = sum over channels of h_pre x, of 8 columns, before its rounding.
+template <int kXDtype, int kHc>
+__device__ __forceinline__ void reduce_channels(const uint4 (&x)[kHc], const float (&h)[kHc], float (&z)[8]) {
+#pragma unroll
+  for (int i = 0; i < kHc; ++i) {
+    float values[8];
+    unpack<kXDtype>(x[i], values);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) z[k] = i == 0 ? __fmul_rn(h[0], values[k]) : fmaf(h[i], values[k], z[k]);
+  }
+}
+
+// Folded norm: squares of 8 columns in sequence; quads of lanes (a group of 32 columns) as a tree; the groups of a
+// 16th of the row in sequence; 16ths as a tree. `groups` is the number that this block holds: one or two 16ths.
+__device__ __forceinline__ float octet_squares(const float (&z)[8]) {
+  float sum = __fmul_rn(z[0], z[0]);
+#pragma unroll
+  for (int k = 1; k < 8; ++k) sum = fmaf(z[k], z[k], sum);
+  return sum;
+}
+template <class Shape, class Read>
+__device__ __forceinline__ float norm_block_sum(int groups, Read read) {
+  constexpr int kRun = Shape::kHidden / 512;
+  float sum = read(0);
+  for (int k = 1; k < kRun; ++k) sum += read(k);
+  if (groups == kRun) return sum;
+  float second = read(kRun);
+  for (int k = 1; k < kRun; ++k) second += read(kRun + k);
+  return sum + second;
+}
+
+// The gate of output `out` (a pre gate below kHc, else a post gate).
+struct GateScales {
+  float scale, base, magnitude, eps;
+  template <int kHc>
+  static __device__ __forceinline__ GateScales of(int out, bool has, const float* hc_scale, const float* hc_base, float magnitude, float hc_eps) {
+    return GateScales{has ? __ldg(hc_scale + (out < kHc ? 0 : 1)) : 0.0f, has ? __ldg(hc_base + out) : 0.0f, out < kHc ? 1.0f : magnitude,
+                      hc_eps};
+  }
+  template <int kCount>
+  __device__ __forceinline__ float gate(float dot, float squares, float norm_eps) const {
+    return ihc_gate(dot, inverse_rms(squares, static_cast<float>(kCount), norm_eps), scale, base, magnitude, eps);
+  }
+};
+
+struct IhcArguments {
+  const char* x;         // pre, head: [tokens, hc, hidden]; post_pre: [tokens, hidden]
+  const char* residual;  // post_pre: [tokens, hc, hidden]
+  const float* h_post;   // post_pre: [tokens, hc]
+  const float* w;        // [outputs, hc * hidden]
+  const float* hc_scale;
+  const float* hc_base;
+  const void* rms_weight;
+  char* y;        // post_pre: [tokens, hc, hidden]
+  char* z;        // [tokens, hidden]
+  float* h_next;  // [tokens, hc], not for head
+  // Strides in elements.
+  long long x_tokens, x_hc, residual_tokens, residual_hc, h_post_tokens, y_tokens, y_hc, z_tokens, h_next_tokens;
+  float norm_eps, hc_eps, magnitude, rms_eps;
+  int tokens;
+};
+
+// Baked values of one kernel.
+template <int kOp_, int kHc_, int kHidden_, int kXDtype_, int kNormDtype_, bool kHasNorm_, bool kRoundBeforeNorm_, int kVec_>
+struct IhcShape {
+  static constexpr int kOp = kOp_, kHc = kHc_, kHidden = kHidden_, kXDtype = kXDtype_, kNormDtype = kNormDtype_, kVec = kVec_;
+  static constexpr bool kHasNorm = kHasNorm_, kRoundBeforeNorm = kRoundBeforeNorm_;
+  static constexpr bool kPost = kOp == kPostPre;
+  static constexpr int kUsedOutputs = kOp == kHead ? kHc : 2 * kHc;
+  static constexpr int kHalf = kHc / 2;                // channels of a unit = its blocks
+  static constexpr int kChunkUnits = kHidden / 1024;   // units of a chunk
+  static constexpr long long kDepth = static_cast<long long>(kHc) * kHidden;
+  static_assert(kHc == 2 || kHc == 4, "8 rows of A hold the outputs of 2 or 4 channels");
+  static_assert(kHidden % 1024 == 0, "64 chunks of whole units: hidden is a multiple of 1024");
+  static_assert(kXDtype == kBfloat16 || kXDtype == kFloat16, "x must be an operand of mma: bfloat16 or float16");
+
+  using Weights = UnitWeights<kXDtype, kHalf>;
+
+  // This lane's weights of unit `unit` of the row: group unit / 2, channels (unit % 2) * kHalf and up.
+  static __device__ __forceinline__ void load_unit(const float* w, int unit, int lane, float (&values)[kHalf][8]) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int b = 0; b < kHalf; ++b) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) values[b][k] = 0.0f;
+      const int channel = (unit & 1) * kHalf + b;
+      if (g < kUsedOutputs) load_weights<kVec == 8>(w + g * kDepth + channel * kHidden + (unit >> 1) * 32 + t * 8, values[b]);
+    }
+  }
+};
+
+}  // namespace hccupy

@@ -1,0 +1,31 @@
+// The defines of the sm_90a iHC kernels, read once and taken away so that templates may use the names. Include first.
+#pragma once
+
+namespace hccupy {
+namespace baked {
+constexpr int op = kOp;  // 0 ihc_pre, 1 ihc_head, 2 ihc_post_pre
+constexpr int hc = kHc, hidden = kHidden, x_dtype = kXDtype, vec = kVec;
+constexpr bool has_rms_weight = kHasRmsWeight, round_before_norm = kRoundBeforeNorm;
+constexpr int rms_weight_dtype = kRmsWeightDtype;
+#ifdef kRanks
+constexpr int ranks = kRanks;
+#endif
+}  // namespace baked
+}  // namespace hccupy
+
+#if kOp == 0
+#define HCCUPY_ENTRY_PRE
+#elif kOp == 1
+#define HCCUPY_ENTRY_HEAD
+#else
+#define HCCUPY_ENTRY_POST_PRE
+#endif
+#undef kOp
+#undef kHc
+#undef kHidden
+#undef kXDtype
+#undef kVec
+#undef kHasRmsWeight
+#undef kRmsWeightDtype
+#undef kRoundBeforeNorm
+#undef kRanks

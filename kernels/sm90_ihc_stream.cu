@@ -1,0 +1,507 @@
+// iHC pre, head and post_pre for many tokens on sm_90a: persistent clusters of 8 blocks, weights in registers, x read once.
+//
+//   r = 1 / sqrt(mean(x^2) + norm_eps);  gates = sigmoid((x w^T) r scale + base);  z = sum_i h_pre[i] x[i]
+//   (post_pre: x is y = h_post x + residual, rounded and written; rms_weight: z is RMS-normalised)
+//
+// | argument            | shape                | dtype        |
+// | ------------------- | -------------------- | ------------ |
+// | x                   | [tokens, hc, hidden] | kXDtype      |  post_pre: [tokens, hidden]
+// | residual, h_post    | [tokens, hc, hidden], [tokens, hc] | kXDtype, float32 |  post_pre only
+// | w                   | [outputs, hc*hidden] | float32      |  outputs = 2 hc; head: hc
+// | hc_scale, hc_base   | [2], [outputs]       | float32      |  head: [1]
+// | rms_weight          | [hidden] or null     | kRmsWeightDtype |
+// | y                   | [tokens, hidden]; post_pre: [tokens, hc, hidden] and z [tokens, hidden] | kXDtype |
+// | h_post, h_post_next | [tokens, hc]         | float32      |  not for head
+//
+// Baked: hc (2, 4), hidden (a multiple of 1024, hc * hidden <= 28672), the dtypes, kVec (8: x, y, z, w 16-byte aligned in
+// address and strides; 4, 2, 1: elements an access of x and y may hold; the bits are the same).
+// Launch: grid = 8 * clusters (any number: tokens are dealt out), block = 512, cluster 8, shared bytes = kSharedBytes below.
+//
+// A tile is 8 tokens; block `rank` of a cluster owns hidden / 8 columns of all channels. Each warp has one job, and barriers
+// in shared memory link them, so that the mma warps run tiles ahead of the apply warps:
+//   loader  bulk copies x to a ring of stages          full[stage]
+//   mma     8 warps, a chunk each: dots and squares    partials[2] -> partials_full; post_pre: y in place -> y_full[stage]
+//   pusher  adds the 8 chunks, tells all 8 blocks      slots[2 * kStages] (counted in bytes)
+//   apply   4 warps, 2 tokens each: gates, then z      empty[stage]
+//   storer  post_pre: bulk copies y to memory          empty[stage]
+// A slot is written again 2 * kStages tiles later: a peer gets that far only after this block has loaded kStages tiles
+// further, hence has applied the slot's tile. One ring of kStages would let a fast peer overwrite an unread slot.
+#include "common/sm90_ihc_baked.cuh"
+
+#include "common/sm90_ihc.cuh"
+
+namespace hccupy {
+
+template <class Shape>
+struct IhcStream {
+  static constexpr int kHc = Shape::kHc, kXDtype = Shape::kXDtype, kVec = Shape::kVec;
+  static constexpr int kRanks = 8;
+  static constexpr int kMmaWarps = 8, kApplyWarps = 4;
+  static constexpr int kThreads = 512;
+  static constexpr int kColumns = Shape::kHidden / kRanks;
+  static constexpr int kUnits = Shape::kChunkUnits;  // of one mma warp: a chunk
+  static constexpr int kRowBytes = 2 * kColumns;
+  // 64 bytes past a multiple of 128: the 8 lanes of a 16-byte access phase are 2 tokens x 64 bytes, on different banks.
+  static constexpr int kTokenBytes = kHc * kRowBytes + 64;
+  static constexpr int kPostBytes = kRowBytes + 64;
+  static constexpr int kStageBytes = kTileTokens * (kTokenBytes + (Shape::kPost ? kPostBytes : 0));
+  static constexpr int kSlotBytes = kRanks * kPartials * 4;
+  static constexpr int kNormSlotBytes = kRanks * kTileTokens * 4;
+  static constexpr int kPerStageBytes =
+      kStageBytes + 2 * kSlotBytes + (Shape::kPost ? kTileTokens * kHc * 4 : 0) + (Shape::kHasNorm ? 2 * kNormSlotBytes : 0) + 5 * 8 + 2 * 8;
+  static constexpr int kFixedBytes = 2 * kMmaWarps * kPartials * 4 + 4 * 8 + (Shape::kHasNorm ? kColumns * 4 + kTileTokens * (kColumns / 32) * 4 : 0);
+  static constexpr int kMostBytes = 232448;  // what a block may have on sm_90
+  static constexpr int kFit = (kMostBytes - kFixedBytes) / kPerStageBytes;
+  static constexpr int kStages = kFit > 6 ? 6 : kFit;
+  static constexpr int kSlots = 2 * kStages;
+  static constexpr int kSharedBytes = kFixedBytes + kStages * kPerStageBytes;
+  static constexpr int kWeightRegisters = kUnits * Shape::kHalf * UnitWeights<kXDtype, Shape::kHalf>::kRegisters;
+#ifndef UAO
+#define UAO 1
+#endif
+#ifndef WIDE
+#define WIDE 0
+#endif
+  static constexpr int kUnitsAtOnce = UAO ? UAO : 1;
+#ifndef SPLITB
+#define SPLITB 1
+#endif
+
+  static constexpr bool kWide = WIDE || kWeightRegisters > 144;
+  static constexpr int kMmaRegisters = kWide ? 208 : 200, kApplyRegisters = kWide ? 64 : 80, kHelperRegisters = 32;
+  static_assert(kStages >= 2, "a ring needs two stages");
+  static_assert(kWeightRegisters <= 168, "the weights of a chunk must fit in the registers of a warp");
+  static_assert(kPartials * 4 % 16 == 0 && kStageBytes % 16 == 0 && kSlotBytes % 16 == 0, "the parts of shared memory stay aligned");
+
+  char* stages;        // [kStages][kStageBytes]: tokens of x (post_pre: residual, then y), then post_pre's x
+  float* partials;     // [2][kMmaWarps][kPartials]
+  float* slots;        // [kSlots][kRanks][kPartials]
+  float* h_in;         // [kStages][kTileTokens][kHc]
+  float* norm_slots;   // [kSlots][kRanks][kTileTokens]
+  float* norm_weight;  // [kColumns]
+  float* norm_groups;  // [kTileTokens][kColumns / 32]
+  Barrier *full, *empty, *y_full, *slot_full, *norm_full, *partials_full, *partials_empty;
+  int rank, lane, tiles, rounds, cluster, clusters, rest_first, rest_count;
+
+  __device__ __forceinline__ void place() {
+    char* at = reinterpret_cast<char*>(shared_bytes);
+    const auto take = [&](int bytes) {
+      char* start = at;
+      at += bytes;
+      return start;
+    };
+    stages = take(kStages * kStageBytes);
+    partials = reinterpret_cast<float*>(take(2 * kMmaWarps * kPartials * 4));
+    slots = reinterpret_cast<float*>(take(kSlots * kSlotBytes));
+    if constexpr (Shape::kPost) h_in = reinterpret_cast<float*>(take(kStages * kTileTokens * kHc * 4));
+    if constexpr (Shape::kHasNorm) {
+      norm_slots = reinterpret_cast<float*>(take(kSlots * kNormSlotBytes));
+      norm_weight = reinterpret_cast<float*>(take(kColumns * 4));
+      norm_groups = reinterpret_cast<float*>(take(kTileTokens * (kColumns / 32) * 4));
+    }
+    full = reinterpret_cast<Barrier*>(take(kStages * 8));
+    empty = reinterpret_cast<Barrier*>(take(kStages * 8));
+    y_full = reinterpret_cast<Barrier*>(take(kStages * 8));
+    slot_full = reinterpret_cast<Barrier*>(take(kSlots * 8));
+    norm_full = reinterpret_cast<Barrier*>(take(kSlots * 8));
+    partials_full = reinterpret_cast<Barrier*>(take(2 * 8));
+    partials_empty = reinterpret_cast<Barrier*>(take(2 * 8));
+  }
+
+  // Whole tiles are interleaved over the clusters; the tokens that are left are dealt out evenly as one smaller tile each.
+  __device__ __forceinline__ void deal(int tokens) {
+    // Read anew in each role (volatile): values kept from before the roles part would cost the mma warps registers.
+    unsigned int block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    cluster = block / kRanks;
+    rank = block % kRanks;
+    clusters = gridDim.x / kRanks;
+    rounds = tokens / (kTileTokens * clusters);
+    const int dealt = rounds * kTileTokens * clusters, rest = tokens - dealt;
+    const int begin = rest * cluster / clusters, end = rest * (cluster + 1) / clusters;  // rest < 8 * clusters: no overflow
+    rest_first = dealt + begin;
+    rest_count = end - begin;
+    tiles = rounds + (rest_count > 0);
+  }
+  __device__ __forceinline__ int tile_first(int tile) const { return tile < rounds ? (tile * clusters + cluster) * kTileTokens : rest_first; }
+  __device__ __forceinline__ int tile_count(int tile) const { return tile < rounds ? kTileTokens : rest_count; }
+
+  struct Turn {  // index of a ring and the parity of its round
+    int index = 0;
+    unsigned int parity = 0;
+    __device__ __forceinline__ void next(int size) {
+      if (++index == size) index = 0, parity ^= 1;
+    }
+  };
+
+  // ---- loader ---------------------------------------------------------------------------------------------------
+
+  // `rows` rows of kRowBytes, `bytes_apart` in memory, shared_apart in shared memory, by the whole warp; for memory that bulk copies cannot read.
+  __device__ __forceinline__ void copy_row(char* to, const char* from) const {
+    using Word = typename WordOf<2 * kVec>::Type;
+    constexpr int kWords = kRowBytes / (2 * kVec);
+#pragma unroll 8
+    for (int k = lane; k < kWords; k += 32) reinterpret_cast<Word*>(to)[k] = reinterpret_cast<const Word*>(from)[k];
+  }
+  static __device__ __forceinline__ constexpr int token_rows() { return kHc; }
+
+  __device__ __forceinline__ void load_tiles(const IhcArguments& a) {
+    const long long column = static_cast<long long>(rank) * kColumns;
+    const char* from = (Shape::kPost ? a.residual : a.x) + 2 * column;
+    const long long token_stride = 2 * (Shape::kPost ? a.residual_tokens : a.x_tokens), hc_stride = 2 * (Shape::kPost ? a.residual_hc : a.x_hc);
+    Turn turn;
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int first = tile_first(tile), count = tile_count(tile);
+      char* stage = stages + turn.index * kStageBytes;
+      Barrier* barrier = &full[turn.index];
+      barrier_wait(&empty[turn.index], turn.parity ^ 1);
+      if constexpr (kVec == 8) {
+        if (lane == 0) barrier_expect(barrier, count * (kHc + (Shape::kPost ? 1 : 0)) * kRowBytes);
+        __syncwarp();
+        const int token = lane / kHc, channel = lane % kHc;
+        if (token < count) bulk_load(stage + token * kTokenBytes + channel * kRowBytes, from + (first + token) * token_stride + channel * hc_stride, kRowBytes, barrier);
+        if constexpr (Shape::kPost) {
+          if (lane < count) bulk_load(stage + kTileTokens * kTokenBytes + lane * kPostBytes, a.x + 2 * ((first + lane) * a.x_tokens + column), kRowBytes, barrier);
+        }
+      } else {
+        for (int row = 0; row < count * kHc; ++row) {
+          const int token = row / kHc, channel = row % kHc;
+          copy_row(stage + token * kTokenBytes + channel * kRowBytes, from + (first + token) * token_stride + channel * hc_stride);
+        }
+        if constexpr (Shape::kPost) {
+          for (int token = 0; token < count; ++token)
+            copy_row(stage + kTileTokens * kTokenBytes + token * kPostBytes, a.x + 2 * ((first + token) * a.x_tokens + column));
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(barrier);
+      }
+      if constexpr (Shape::kPost) {
+        const int token = lane / kHc, channel = lane % kHc;
+        if (token < count) copy_word(h_in + (turn.index * kTileTokens + token) * kHc + channel, a.h_post + (first + token) * a.h_post_tokens + channel);
+        copy_words_arrive(barrier);
+      }
+      turn.next(kStages);
+    }
+  }
+
+  // ---- mma ------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void multiply_tiles(const IhcArguments& a, int warp) {
+    const int g = lane >> 2, t = lane & 3;
+    const int first_unit = (rank * kMmaWarps + warp) * kUnits;
+    // The grid has one row, but the compiler does not know, so that a test of it ends a basic block: without that, ptxas
+    // interleaves the units until weights spill (64 bytes at every register count tried, 200 to 240).
+    unsigned int rows;
+    asm volatile("mov.u32 %0, %%nctaid.y;" : "=r"(rows));
+    typename Shape::Weights weights[kUnits];
+    {
+      float values[kUnits][Shape::kHalf][8];
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) Shape::load_unit(a.w, first_unit + u, lane, values[u]);
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        weights[u].split(values[u]);
+        if (SPLITB && rows == 100 + u) return;
+      }
+    }
+    cluster_wait();
+    // The chunk's first unit is odd where kUnits is: its group and half are known at run time only, its address is linear enough.
+    Turn turn, pair;
+    for (int tile = 0; tile < tiles; ++tile) {
+      barrier_wait(&full[turn.index], turn.parity);
+      char* stage = stages + turn.index * kStageBytes;
+      float h[kHc];
+      if constexpr (Shape::kPost) {
+#pragma unroll
+        for (int i = 0; i < kHc; ++i) h[i] = h_in[(turn.index * kTileTokens + g) * kHc + i];
+      }
+      float4 total;
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        const int unit = warp * kUnits + u, half = unit & 1;
+        char* at = stage + g * kTokenBytes + half * (Shape::kHalf * kRowBytes) + (unit >> 1) * 64 + t * 16;
+        UnitSums sums;
+        float post[8];
+        if constexpr (Shape::kPost) unpack<kXDtype>(*reinterpret_cast<const uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes + (unit >> 1) * 64 + t * 16), post);
+#pragma unroll
+        for (int b = 0; b < Shape::kHalf; ++b) {
+          uint4* place = reinterpret_cast<uint4*>(at + b * kRowBytes);
+          uint4 v = *place;
+          if constexpr (Shape::kPost) {
+            v = post_octet<kXDtype>(post, v, half ? h[Shape::kHalf + b] : h[b]);
+            *place = v;
+          }
+          sums.add(weights[u], b, v);
+        }
+        total = u == 0 ? sums.result(weights[u]) : total + sums.result(weights[u]);
+        if (UAO && u % kUnitsAtOnce == kUnitsAtOnce - 1 && rows == 200 + u) return;
+      }
+      if constexpr (Shape::kPost) {
+        fence_bulk();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&y_full[turn.index]);
+      }
+      barrier_wait(&partials_empty[pair.index], pair.parity ^ 1);
+      store_partials(partials + (pair.index * kMmaWarps + warp) * kPartials, total, lane);
+      __syncwarp();
+      if (lane == 0) {
+        barrier_arrive(&partials_full[pair.index]);
+        barrier_arrive(&empty[turn.index]);
+      }
+      turn.next(kStages);
+      pair.next(2);
+    }
+  }
+
+  // ---- pusher ---------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void push_tiles() {
+    constexpr int kQuads = kPartials / 4;
+    const int quad = lane < kQuads ? lane : kQuads - 1;
+    Turn slot, pair;
+    for (int tile = 0; tile < tiles; ++tile) {
+      barrier_wait(&partials_full[pair.index], pair.parity);
+      const float* from = partials + pair.index * kMmaWarps * kPartials + 4 * quad;
+      const auto chunk = [&](int k) { return *reinterpret_cast<const float4*>(from + k * kPartials); };
+      const float4 sum = ((chunk(0) + chunk(1)) + (chunk(2) + chunk(3))) + ((chunk(4) + chunk(5)) + (chunk(6) + chunk(7)));
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&partials_empty[pair.index]);
+      if (lane < kQuads) {
+        const unsigned int to = shared_address(slots + (slot.index * kRanks + rank) * kPartials + 4 * quad), barrier = shared_address(&slot_full[slot.index]);
+#pragma unroll
+        for (int peer = 0; peer < kRanks; ++peer) store_peer(peer_address(to, peer), sum, peer_address(barrier, peer));
+      }
+      slot.next(kSlots);
+      pair.next(2);
+    }
+  }
+
+  // ---- apply ----------------------------------------------------------------------------------------------------
+
+  // Octets of this warp's two tokens in order, 32 lanes side by side: no bank conflict, 512-byte stores.
+  static constexpr int kOctets = kColumns / 8;
+  static constexpr int kSteps = 2 * kOctets / 32;
+  static_assert(2 * kOctets % 32 == 0, "hidden / 1024 is whole, so are the steps");
+
+  __device__ __forceinline__ void channels(const char* stage, int token, int octet, uint4 (&x)[kHc]) const {
+#pragma unroll
+    for (int i = 0; i < kHc; ++i) x[i] = *reinterpret_cast<const uint4*>(stage + token * kTokenBytes + i * kRowBytes + octet * 16);
+  }
+
+  struct Gates {
+    float h[2][kHc];
+  };
+
+  // Waits for the tile's slot and gives each lane the pre gates of the warp's two tokens. Lane = (token, output, half of the ranks).
+  __device__ __forceinline__ Gates gates(const IhcArguments& a, const GateScales& scales, int warp, Turn slot, long long first, int count) const {
+    const int token = 2 * warp + (lane >> 4), out = (lane >> 1) & 7, half = lane & 1;
+    barrier_wait_cluster(&slot_full[slot.index], slot.parity);
+    if (warp == 0 && lane == 0) barrier_expect(&slot_full[slot.index], kSlotBytes);
+    const float* from = slots + (slot.index * kRanks + 4 * half) * kPartials;
+    const float* dots = from + token * kOutputs + out;
+    const float* squares = from + kTileTokens * kOutputs + token;
+    float dot = (dots[0] + dots[kPartials]) + (dots[2 * kPartials] + dots[3 * kPartials]);
+    float square = (squares[0] + squares[kPartials]) + (squares[2 * kPartials] + squares[3 * kPartials]);
+    dot += __shfl_xor_sync(0xffffffffu, dot, 1);
+    square += __shfl_xor_sync(0xffffffffu, square, 1);
+    const float gate = scales.template gate<static_cast<int>(Shape::kDepth)>(dot, square, a.norm_eps);
+    if (Shape::kOp != kHead && rank == token && token < count && half == 0 && out >= kHc && out < 2 * kHc)
+      a.h_next[(first + token) * a.h_next_tokens + out - kHc] = gate;
+    Gates result;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int i = 0; i < kHc; ++i) result.h[k][i] = __shfl_sync(0xffffffffu, gate, k * 16 + i * 2);
+    }
+    return result;
+  }
+
+  __device__ __forceinline__ void mix(const char* stage, int warp, const Gates& gates, int step, float (&z)[8], int& which, int& octet) const {
+    const int index = step * 32 + lane;
+    which = index >= kOctets;
+    octet = index - which * kOctets;
+    uint4 x[kHc];
+    channels(stage, 2 * warp + which, octet, x);
+    float h[kHc];
+#pragma unroll
+    for (int i = 0; i < kHc; ++i) h[i] = which ? gates.h[1][i] : gates.h[0][i];
+    reduce_channels<kXDtype, kHc>(x, h, z);
+  }
+
+  // Sum of squares of z over this block's columns for the warp's two tokens, told to all blocks.
+  __device__ __forceinline__ void push_norm(const char* stage, int warp, const Gates& gates, int slot, int count) const {
+    constexpr int kGroups = kColumns / 32;
+#pragma unroll 1
+    for (int step = 0; step < kSteps; ++step) {
+      float z[8];
+      int which, octet;
+      mix(stage, warp, gates, step, z, which, octet);
+      if constexpr (Shape::kRoundBeforeNorm) unpack<kXDtype>(pack<kXDtype>(z), z);
+      float sum = octet_squares(z);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      if ((lane & 3) == 0) norm_groups[(2 * warp + which) * kGroups + (octet >> 2)] = sum;
+    }
+    __syncwarp();
+    if (lane < 2 * kRanks) {
+      const int token = 2 * warp + (lane & 1), peer = lane >> 1;
+      const float sum = norm_block_sum<Shape>(kGroups, [&](int k) { return norm_groups[token * kGroups + k]; });
+      store_peer(peer_address(shared_address(norm_slots + (slot * kRanks + rank) * kTileTokens + token), peer), sum,
+                 peer_address(shared_address(&norm_full[slot]), peer));
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void store_tile(const IhcArguments& a, const char* stage, int warp, const Gates& gates, Turn slot, long long first, int count) const {
+    float inverse[2] = {};
+    if constexpr (Shape::kHasNorm) {
+      barrier_wait_cluster(&norm_full[slot.index], slot.parity);
+      if (warp == 0 && lane == 0) barrier_expect(&norm_full[slot.index], kNormSlotBytes);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float* from = norm_slots + slot.index * kRanks * kTileTokens + 2 * warp + k;
+        const auto block = [&](int r) { return from[r * kTileTokens]; };
+        const float sum = ((block(0) + block(1)) + (block(2) + block(3))) + ((block(4) + block(5)) + (block(6) + block(7)));
+        inverse[k] = inverse_rms(sum, static_cast<float>(Shape::kHidden), a.rms_eps);
+      }
+    }
+    constexpr int kUnroll = Shape::kHasNorm ? 1 : kSteps;
+#pragma unroll kUnroll
+    for (int step = 0; step < kSteps; ++step) {
+      float z[8];
+      int which, octet;
+      mix(stage, warp, gates, step, z, which, octet);
+      if constexpr (Shape::kHasNorm) {
+        if constexpr (Shape::kRoundBeforeNorm) unpack<kXDtype>(pack<kXDtype>(z), z);
+        const float factor = which ? inverse[1] : inverse[0];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) z[k] = z[k] * factor * norm_weight[octet * 8 + k];
+      }
+      const int token = 2 * warp + which;
+      if (token < count) Octet<kVec>::store(a.z + 2 * ((first + token) * a.z_tokens + rank * kColumns + octet * 8), pack<kXDtype>(z));
+    }
+  }
+
+  __device__ __forceinline__ void apply_tiles(const IhcArguments& a, int warp) {
+    const int out = (lane >> 1) & 7;
+    const GateScales scales = GateScales::of<kHc>(out, out < Shape::kUsedOutputs, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
+    if constexpr (Shape::kHasNorm) {
+      using N = Element<Shape::kNormDtype>;
+      const typename N::Type* from = static_cast<const typename N::Type*>(a.rms_weight) + rank * kColumns;
+      for (int k = warp * 32 + lane; k < kColumns; k += kApplyWarps * 32) norm_weight[k] = N::to_float(from[k]);
+      asm volatile("bar.sync 1, %0;" ::"n"(kApplyWarps * 32) : "memory");
+    }
+    cluster_wait();
+    wait_for_previous_grid();
+    Turn turn, slot, last_turn, last_slot;
+    Gates last;
+    const int passes = tiles + (Shape::kHasNorm ? 1 : 0);  // with a norm, a tile is stored one pass after its squares went out
+    for (int tile = 0; tile < passes; ++tile) {
+      Gates now;
+      if (!Shape::kHasNorm || tile < tiles) {
+        const char* stage = stages + turn.index * kStageBytes;
+        if constexpr (Shape::kPost) {
+          barrier_wait(&y_full[turn.index], turn.parity);
+        } else {
+          barrier_wait(&full[turn.index], turn.parity);
+        }
+        const int count = tile_count(tile);
+        now = gates(a, scales, warp, slot, tile_first(tile), count);
+        if constexpr (Shape::kHasNorm) push_norm(stage, warp, now, slot.index, count);
+      }
+      const int done = tile - (Shape::kHasNorm ? 1 : 0);
+      if (done >= 0) {
+        const Turn t = Shape::kHasNorm ? last_turn : turn, s = Shape::kHasNorm ? last_slot : slot;
+        store_tile(a, stages + t.index * kStageBytes, warp, Shape::kHasNorm ? last : now, s, tile_first(done), tile_count(done));
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&empty[t.index]);
+      }
+      if constexpr (Shape::kHasNorm) last = now, last_turn = turn, last_slot = slot;
+      turn.next(kStages);
+      slot.next(kSlots);
+    }
+  }
+
+  // ---- storer (post_pre) ----------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void store_posts(const IhcArguments& a) {
+    char* to = a.y + 2LL * rank * kColumns;
+    Turn turn;
+    for (int tile = 0; tile < tiles; ++tile) {
+      const long long first = tile_first(tile);
+      const int count = tile_count(tile);
+      char* stage = stages + turn.index * kStageBytes;
+      barrier_wait(&y_full[turn.index], turn.parity);
+      if constexpr (kVec == 8) {
+        const int token = lane / kHc, channel = lane % kHc;
+        if (token < count)
+          bulk_store(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc), stage + token * kTokenBytes + channel * kRowBytes, kRowBytes);
+        bulk_commit();
+        bulk_wait_read();
+      } else {
+        for (int row = 0; row < count * kHc; ++row) {
+          const int token = row / kHc, channel = row % kHc;
+          copy_row(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc), stage + token * kTokenBytes + channel * kRowBytes);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&empty[turn.index]);
+      turn.next(kStages);
+    }
+  }
+
+  // ---------------------------------------------------------------------------------------------------------------
+
+  static __device__ __forceinline__ void run(const IhcArguments& a) {
+    IhcStream s;
+    s.place();
+    s.lane = threadIdx.x & 31;
+    const int warp = threadIdx.x >> 5;
+    if (threadIdx.x == 0) {
+      for (int k = 0; k < kStages; ++k) {
+        barrier_init(&s.full[k], 1 + (Shape::kPost ? 32 : 0));
+        barrier_init(&s.empty[k], kMmaWarps + kApplyWarps + (Shape::kPost ? 1 : 0));
+        barrier_init(&s.y_full[k], kMmaWarps);
+      }
+      for (int k = 0; k < kSlots; ++k) barrier_init(&s.slot_full[k], 1), barrier_init(&s.norm_full[k], 1);
+      for (int k = 0; k < 2; ++k) barrier_init(&s.partials_full[k], kMmaWarps), barrier_init(&s.partials_empty[k], 1);
+      fence_barrier_init();
+      for (int k = 0; k < kSlots; ++k) {
+        barrier_expect(&s.slot_full[k], kSlotBytes);
+        if (Shape::kHasNorm) barrier_expect(&s.norm_full[k], kNormSlotBytes);
+      }
+    }
+    __syncthreads();
+    cluster_arrive();
+    let_next_grid_start();
+    // A block may end once its own tiles are done: every byte that peers send it has arrived by then.
+    if (warp < kMmaWarps) {
+      take_registers<kMmaRegisters>();
+      s.deal(a.tokens);
+      s.multiply_tiles(a, warp);
+    } else if (warp < kMmaWarps + kApplyWarps) {
+      give_registers<kApplyRegisters>();
+      s.deal(a.tokens);
+      s.apply_tiles(a, warp - kMmaWarps);
+    } else {
+      give_registers<kHelperRegisters>();
+      cluster_wait();
+      wait_for_previous_grid();
+      s.deal(a.tokens);
+      if (warp == kMmaWarps + kApplyWarps) {
+        s.load_tiles(a);
+      } else if (warp == kMmaWarps + kApplyWarps + 1) {
+        s.push_tiles();
+      } else if (Shape::kPost && warp == kMmaWarps + kApplyWarps + 2) {
+        s.store_posts(a);
+      }
+    }
+  }
+};
+
+template <class Shape>
+using IhcKernel = IhcStream<Shape>;
+
+}  // namespace hccupy
+
+#include "common/sm90_ihc_entry.cuh"

@@ -1,0 +1,38 @@
+"""Shared fixtures: random numbers seeded by the test's own id, frameworks by name, and the GPU report."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hccupy.provenance import record
+
+from . import report
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def rng(request):
+    """A generator that depends on the test's id only, so that order does not matter."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """With -m gpu: write notebooks/results/<gpu>/tests.json (HCCUPY_REPORT names another place)."""
+    if session.config.getoption("-m") != "gpu" or hasattr(session.config, "workerinput") or session.config.option.collectonly:
+        return
+    import cupy
+
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    counts = {k: len(terminal.stats.get(k, [])) for k in ("passed", "failed", "error", "skipped")}
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    word = "h200" if "H200" in name else name.lower().replace(" ", "-")
+    path = Path(os.environ.get("HCCUPY_REPORT") or ROOT / "notebooks" / "results" / word / "tests.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**record(name), "counts": counts, "exit": int(exitstatus), "worst": report.rows()}, indent=1) + "\n")
