@@ -15,6 +15,7 @@ from .api import (
     store_kv,
     zero_kv_tail,
 )
+from .bound import bind
 from .errors import (
     ArgumentError,
     CaptureError,
@@ -50,6 +51,7 @@ __all__ = [
     "ShapeError",
     "UnknownOpError",
     "__version__",
+    "bind",
     "ihc_head",
     "ihc_post",
     "ihc_post_pre",

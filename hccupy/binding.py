@@ -55,10 +55,7 @@ class Binding:
 
     def __call__(self, given: Sequence[Any], outs: Sequence[Any], pointers: list[int], stream: Any) -> Any:
         """Run once. `pointers`: addresses of the arrays in kernel order, 0 where absent or to be allocated."""
-        for i, j, low_i, high_i, low_j, high_j in self.pairs:
-            a, b = pointers[i], pointers[j]
-            if a + low_i < b + high_j and b + low_j < a + high_i and (i, j, a - b) not in self.separate:
-                self._overlap(i, j, pointers)
+        self.check_overlap(pointers)
         if self.bound.device[0] == "cpu":
             return self._on_cpu(given, outs)
         index = self.bound.device[1]
@@ -67,6 +64,13 @@ class Binding:
             with cuda.cupy().cuda.Device(index):
                 return self._on_cuda(given, outs, pointers, stream)
         return self._on_cuda(given, outs, pointers, stream)
+
+    def check_overlap(self, pointers: Sequence[int]) -> None:
+        """LayoutError where a written array shares an element with another one (address ranges first: they seldom meet)."""
+        for i, j, low_i, high_i, low_j, high_j in self.pairs:
+            a, b = pointers[i], pointers[j]
+            if a + low_i < b + high_j and b + low_j < a + high_i and (i, j, a - b) not in self.separate:
+                self._overlap(i, j, pointers)
 
     def _overlap(self, i: int, j: int, pointers: Sequence[int]) -> None:
         a, b = self.metas[i], self.metas[j]
@@ -87,7 +91,7 @@ class Binding:
             if self.spec.debug is not None and os.environ.get("HCCUPY_DEBUG") == "1":
                 self._debug_cuda(pointers, handle)
             self.launcher(pointers, handle)
-        return self._returned(results)
+        return self.returned(results)
 
     def _on_cpu(self, given: Sequence[Any], outs: Sequence[Any]) -> Any:
         framework = self.framework
@@ -107,10 +111,10 @@ class Binding:
                 self.spec.debug(b)
             self.spec.reference(b)
         if framework.MUTABLE:
-            return self._returned(results)
+            return self.returned(results)
         updated = tuple(framework.from_numpy(args[i]) for i in self.mutated)
         wrapped = [None if r is None else framework.from_numpy(r) for r in results]
-        return self._returned(wrapped, updated)
+        return self.returned(wrapped, updated)
 
     def _flatten(self, a: Arg | Out, array: Any) -> Any:
         """A NumPy array with its leading shape folded into tokens; a view, which `check.layout` made sure of."""
@@ -119,7 +123,8 @@ class Binding:
         cut = array.ndim - (len(a.axes) - 1)  # type: ignore[arg-type]
         return array.reshape(self.bound.axes["tokens"], *array.shape[cut:])
 
-    def _returned(self, results: Sequence[Any], updated: tuple[Any, ...] = ()) -> Any:
+    def returned(self, results: Sequence[Any], updated: tuple[Any, ...] = ()) -> Any:
+        """What the caller gets: the outputs, then (immutable frameworks) the updated caches."""
         if self.framework is dlpack_:  # the caller's own objects, not our readings of them
             results = [r.owner if isinstance(r, dlpack_.Foreign) else r for r in results]
         values = tuple(r for o, r in zip(self.spec.outputs, results, strict=True) if o.allocate) + updated

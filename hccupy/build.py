@@ -81,17 +81,20 @@ def compile_plan(plan: Plan, extra: tuple[str, ...] = ()) -> tuple[bytes, str]:
     )
     try:
         nvrtc.compileProgram(program, (*options(plan), *extra))
-        text = nvrtc.getProgramLog(program)
         # CuPy's getCUBIN drops the last byte, which the loader misses.
-        return (nvrtc.getPTX(program).encode() if plan.arch.ptx else nvrtc.getCUBIN(program) + b"\0"), text
+        return (nvrtc.getPTX(program) if plan.arch.ptx else nvrtc.getCUBIN(program) + b"\0"), _log(program)
     except nvrtc.NVRTCError as error:
-        log_text = nvrtc.getProgramLog(program)
         raise CompileError(
             f"{plan.op}: kernels/{plan.source} did not compile for {plan.arch.name} with NVRTC "
-            f"{'.'.join(map(str, cuda.nvrtc_version()))} ({error}); options {' '.join(options(plan))}\n{log_text}"
+            f"{'.'.join(map(str, cuda.nvrtc_version()))} ({error}); options {' '.join(options(plan))}\n{_log(program)}"
         ) from error
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _log(program: Any) -> str:
+    """What the compiler said (it ends the text with a NUL)."""
+    return str(cuda.nvrtc().getProgramLog(program)).rstrip("\0").strip()
 
 
 def binary(plan: Plan) -> bytes:

@@ -2,7 +2,7 @@
 
 Directory: HCCUPY_CACHE_DIR, or the user's cache directory (platformdirs). It is created 0700; a directory or entry that
 somebody else owns or may write is not used. Anything wrong with the disk costs one warning and means "in memory".
-An entry is 32 bytes of sha256, then the cubin: a truncated or altered file is recompiled, never loaded.
+An entry is the sha256 of its file name and cubin, then the cubin: a truncated, altered or swapped file is recompiled, never loaded.
 """
 
 from __future__ import annotations
@@ -31,10 +31,15 @@ def directory() -> Path:
     return Path(platformdirs.user_cache_dir("hccupy", appauthor=False))
 
 
-def _warn(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
+def _warn(folder: Path | str, text: str) -> None:
+    """One warning a directory and process."""
+    if str(folder) not in _warned:
+        _warned.add(str(folder))
         log.warning("%s; kernels are compiled again in each process", text)
+
+
+def _digest(path: Path, cubin: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + b"\0" + cubin).digest()
 
 
 def _ours(info: os.stat_result) -> bool:
@@ -48,10 +53,10 @@ def usable() -> Path | None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = os.lstat(path)
     except (OSError, RuntimeError, ImportError) as error:
-        _warn(f"hccupy: no kernel cache on disk ({error})")
+        _warn("", f"hccupy: no kernel cache on disk ({error})")
         return None
     if not stat.S_ISDIR(info.st_mode) or not _ours(info):
-        _warn(f"hccupy: kernel cache {path} is a link, belongs to another user, or others may write to it")
+        _warn(path, f"hccupy: kernel cache {path} is a link, belongs to another user, or others may write to it")
         return None
     return path
 
@@ -59,19 +64,20 @@ def usable() -> Path | None:
 def read(path: Path) -> bytes | None:
     """The cubin of an entry, or None where it is missing, not ours, or not what was written."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
-        _warn(f"hccupy: kernel cache entry {path} was not read ({error})")
+        _warn(path.parent, f"hccupy: kernel cache entry {path} was not read ({error})")
+        return None
+    info = os.fstat(handle)
+    if not stat.S_ISREG(info.st_mode) or not _ours(info):
+        os.close(handle)
+        _warn(path.parent, f"hccupy: kernel cache entry {path} is no plain file, belongs to another user, or others may write to it")
         return None
     with os.fdopen(handle, "rb") as file:
-        info = os.fstat(handle)
-        if not stat.S_ISREG(info.st_mode) or not _ours(info):
-            _warn(f"hccupy: kernel cache entry {path} belongs to another user or others may write to it")
-            return None
         data = file.read()
-    if len(data) <= 32 or hashlib.sha256(data[32:]).digest() != data[:32]:
+    if len(data) <= 32 or _digest(path, data[32:]) != data[:32]:
         log.info("hccupy: kernel cache entry %s is damaged and will be replaced", path)
         return None
     return data[32:]
@@ -83,12 +89,12 @@ def write(path: Path, cubin: bytes) -> None:
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".part-")
         with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
+            file.write(_digest(path, cubin) + cubin)
             file.flush()
             os.fsync(handle)
         os.replace(temporary, path)
     except OSError as error:
-        _warn(f"hccupy: kernel cache {path.parent} was not written ({error})")
+        _warn(path.parent, f"hccupy: kernel cache {path.parent} was not written ({error})")
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)

@@ -37,12 +37,11 @@ def concrete(given: Sequence[Any]) -> bool:
     return not any(isinstance(v, jax.core.Tracer) for v in given)
 
 
-def run(spec: OpSpec, given: Sequence[Any], outs: Sequence[Any]) -> Any:
+def run(spec: OpSpec, given: Sequence[Any]) -> Any:
     """An op on JAX arrays, eager or traced. Returns the outputs, then the updated caches.
 
-    Raises ArgumentError for caller-supplied outputs (JAX arrays are immutable) and the op's argument errors.
+    Raises the op's argument errors.
     """
-    refuse_outs(spec, outs)
     arrays, scalars, present = [], [], []
     for p, value in zip(spec.params, given, strict=True):
         if isinstance(p, Arg):

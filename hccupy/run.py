@@ -14,7 +14,7 @@ from . import arch, arrays, build, check, cuda, launch, plan
 from .binding import Binding, stream_handle
 from .errors import CaptureError, DeviceError, FrameworkError, explain
 from .frameworks import dlpack_
-from .spec import Arg, OpSpec
+from .spec import Arg, OpSpec, Scalar
 
 _memo: dict[tuple[Any, ...], Binding] = {}
 MEMO_LIMIT = 4096  # a server sees thousands of token counts; past this the memo starts anew rather than grow for ever
@@ -22,48 +22,52 @@ MEMO_LIMIT = 4096  # a server sees thousands of token counts; past this the memo
 
 def run(spec: OpSpec, given: Sequence[Any], outs: Sequence[Any] = (), stream: Any = None) -> Any:
     """Run an op. `given`: parameters in signature order; `outs`: caller's outputs in spec order (None: allocate)."""
+    framework, given, outs, pointers, binding = prepare(spec, given, outs, stream)
+    if binding is None:
+        from . import jax
+
+        return jax.run(spec, given)
+    return binding(given, outs, pointers, stream)
+
+
+def prepare(
+    spec: OpSpec, given: Sequence[Any], outs: Sequence[Any], stream: Any
+) -> tuple[ModuleType, Sequence[Any], Sequence[Any], list[int], Binding | None]:
+    """(framework, arguments, outputs, addresses, what is known of such a call); None where JAX has to make the call."""
     framework = _framework(spec, given)
     if framework.NAME == "dlpack":  # read each foreign array once
         given, outs = [dlpack_.adopt(v) for v in given], [dlpack_.adopt(v) for v in outs]
-    if framework.NAME == "jax":
+    elif framework.NAME == "jax":
         from . import jax
 
-        if jax.on_cuda(given[0]) or not jax.concrete(given):
-            return jax.run(spec, given, outs)
         jax.refuse_outs(spec, outs)
+        if jax.on_cuda(given[0]) or not jax.concrete(given):
+            return framework, given, outs, [], None
     key: list[Any] = [spec.name, framework.NAME]
     pointers: list[int] = []
+    for p, value in zip((*spec.params, *spec.outputs), (*given, *outs), strict=True):
+        if isinstance(p, Scalar):
+            key.append(value)
+        elif value is None:
+            key.append(None)
+            pointers.append(0)
+        else:
+            if arrays.framework(value) is not framework:
+                _refuse(spec, framework, given, getattr(p, "keyword", None) or p.name, value)
+            address = framework.pointer(value)
+            pointers.append(address)
+            key += framework.key(value), address & 15
     try:
-        for p, value in zip(spec.params, given, strict=True):
-            if value is None or not isinstance(p, Arg):
-                key.append(value)
-                if isinstance(p, Arg):
-                    pointers.append(0)
-            else:
-                if arrays.framework(value) is not framework:
-                    _refuse(spec, framework, given, p.name, value)
-                pointers.append(framework.pointer(value))
-                key += framework.key(value), pointers[-1] & 15
-        for o, value in zip(spec.outputs, outs, strict=True):
-            if value is None:
-                key.append(None)
-                pointers.append(0)
-            else:
-                if arrays.framework(value) is not framework:
-                    _refuse(spec, framework, given, o.keyword or o.name, value)
-                pointers.append(framework.pointer(value))
-                key += framework.key(value), pointers[-1] & 15
-        binding = _memo.get(tuple(key))
-    except TypeError as error:  # an unhashable scalar: the checks below say which
-        if isinstance(error, FrameworkError):
-            raise
+        known = tuple(key)
+        binding = _memo.get(known)
+    except TypeError:  # an unhashable scalar: the checks say which
         binding = None
     if binding is None:
         binding = bind(spec, framework, given, outs, pointers, stream)
         if len(_memo) >= MEMO_LIMIT:
             _memo.clear()
-        _memo[tuple(key)] = binding
-    return binding(given, outs, pointers, stream)
+        _memo[known] = binding
+    return framework, given, outs, pointers, binding
 
 
 def bind(spec: OpSpec, framework: ModuleType, given: Sequence[Any], outs: Sequence[Any], pointers: Sequence[int], stream: Any) -> Binding:

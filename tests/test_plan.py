@@ -16,7 +16,7 @@ from hccupy import api, arch, build, check, cuda, launch, plan
 from hccupy.errors import ArgumentError, HccupyError, LaunchError, NoGpuError
 from hccupy.frameworks import numpy_
 from hccupy.ops import REGISTRY
-from hccupy.spec import Arg, Scalar
+from hccupy.spec import Scalar
 
 OPS = sorted(REGISTRY)
 CUDA = ("cuda", 0)
@@ -91,29 +91,33 @@ SIGNATURE = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]
 
 
 def kernel_signatures():
-    """(file, entry) -> [(name, type)] of every extern "C" kernel under kernels/."""
+    """(file, entry) -> [(name, type, const)] of every extern "C" kernel of an op (ceiling.cu measures the machine for the bench)."""
     found = {}
     for path, text in build.sources().items():
         for entry, words in SIGNATURE.findall(re.sub(r"//[^\n]*|/\*.*?\*/", "", text.decode(), flags=re.DOTALL)):
             rows = []
             for parameter in words.split(","):
-                kind, name = re.fullmatch(r"\s*(.*?)\s*\b(\w+)\s*", parameter, re.DOTALL).groups()
-                kind = "pointer" if "*" in kind else " ".join(kind.replace("const", "").split())
-                rows.append((name, kind))
-            found[path, entry] = rows
+                *kind, name = parameter.replace("*", " * ").replace("__restrict__", " ").split()
+                const = "const" in kind
+                rows.append((name, "pointer" if "*" in kind else " ".join(w for w in kind if w != "const"), const))
+            if path != "ceiling.cu":
+                found[path, entry] = rows
     return found
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_kernel_parameters_are_the_spec(op):
-    """Names and types, in order, of every kernel an op can start (headers with entry points included)."""
+    """Names and types, in order, of every kernel an op can start (headers with entry points included); what is not written is const."""
     spec = REGISTRY[op]
+    expected = list(launch.parameters(spec))
+    read_only = {p.name for p in spec.args if not p.mutated}
     found = kernel_signatures()
     for entry in {v.entry for v in spec.variants}:
         same = {path: rows for (path, name), rows in found.items() if name == entry}
         assert same, f"no kernel {entry}"
         for path, rows in same.items():
-            assert rows == list(launch.parameters(spec)), f"{path}: {entry}"
+            assert [(name, kind) for name, kind, _ in rows] == expected, f"{path}: {entry}"
+            assert {name for name, kind, const in rows if kind == "pointer" and const} == read_only, f"{path}: {entry}"
 
 
 def test_every_kernel_has_an_op():
@@ -149,16 +153,14 @@ def test_plans_are_legal_on_every_architecture(op, rng):
             assert made == plan.make(spec, bound, target)  # pure
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [n for n in OPS if any(a.name == "tokens" for a in REGISTRY[n].axes)])
 def test_few_binaries_whatever_the_token_count(op, rng):
     """A server sees every prefill length: none of them may bring a compilation of its own."""
     spec = REGISTRY[op]
-    if not any(a.name == "tokens" for a in spec.axes):
-        pytest.skip(f"{op} has no tokens axis")
-    for case in small_cases(spec)[:3]:
+    for case in small_cases(spec)[:2]:
         given = spec.make_inputs(case, rng)
         for target in (arch.named("sm_80"), arch.named("sm_90a")):
-            counts = [*range(1, 300), 511, 1000, 1024, 4096, 5000, 16384, 100_000]
+            counts = [*range(1, 100), 255, 256, 257, 300, 511, 1000, 1024, 4096, 5000, 16384, 100_000]
             plans = [plan.make(spec, bound_of(spec, given, tokens=n), target) for n in counts]
             assert len({(p.source, p.entry, p.flags) for p in plans}) <= 4, case.name
 
@@ -326,6 +328,7 @@ def test_each_thread_has_its_own_argument_block(rng, monkeypatch):
         gate.wait()
         for i in range(200):
             start([base, base + 1, base + 2, base + 3], base + i)
+        gate.wait()  # all blocks alive at once: addresses can be compared
 
     threads = [threading.Thread(target=work, args=(10_000 * (t + 1),)) for t in range(8)]
     for thread in threads:
@@ -346,25 +349,3 @@ def test_refused_launch_is_an_error_with_the_drivers_words(rng, monkeypatch):
     with pytest.raises(LaunchError, match=r"ihc_post: .*OUT_OF_RESOURCES \(701\).*grid") as error:
         start([1, 2, 3, 4], 0)
     assert str(made.launch.block) in str(error.value)
-
-
-def test_memory_an_arg_may_read_is_declared(rng):
-    """Arguments an op writes are the mutated ones and the outputs: nothing else is handed to a kernel as writable."""
-    written = {op: {a.name for a in s.args if a.mutated} | {o.keyword or o.name for o in s.outputs} for op, s in REGISTRY.items()}
-    assert written["rope_norm_store_kv"] == {"key_cache", "value_cache", "out_q", "out_k", "out_v"}
-    assert written["store_kv"] == {"cache"} and written["zero_kv_tail"] == {"key_cache", "value_cache"}
-    for (_, entry), rows in kernel_signatures().items():
-        spec = next(s for s in REGISTRY.values() if any(v.entry == entry for v in s.variants))
-        constant = constant_pointers(entry)
-        for p in spec.args:
-            assert isinstance(p, Arg) and (p.name in constant) == (not p.mutated), f"{entry}: {p.name}"
-        assert rows
-
-
-def constant_pointers(entry):
-    """Names of the const pointer parameters of a kernel."""
-    for text in build.sources().values():
-        for name, words in SIGNATURE.findall(text.decode()):
-            if name == entry:
-                return {p.split()[-1] for p in words.split(",") if "const" in p.split() and "*" in p}
-    return set()

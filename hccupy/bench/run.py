@@ -116,6 +116,9 @@ def host_times() -> list[dict[str, Any]]:
         function = getattr(hccupy, op)
         outs = outputs_for(spec, function(**device))
         rows.append({"op": op, "call": "plain", "us": timing.host_us(lambda f=function, d=device: f(**d))})
+        bound = hccupy.bind(op, **device, **outs)
+        first = next(device[p.name] for p in spec.args)
+        rows.append({"op": op, "call": "bound", "us": timing.host_us(lambda b=bound, x=first: b(x))})
         rows.append({"op": op, "call": "out", "us": timing.host_us(lambda f=function, d=device, o=outs: f(**d, **o))})
     return rows
 

@@ -4,6 +4,8 @@ Only what the three spell differently is here; `@`, `+`, `*`, slicing, indexing 
 the network. hccupy's ops take the arrays of all three as they are.
 """
 
+# ruff: noqa: D102 (the Protocol documents the methods, once for both classes)
+
 from __future__ import annotations
 
 import time
@@ -260,7 +262,6 @@ def _cupy() -> Any:
         cupy.ones((1, 1), np.float32) @ cupy.ones((1, 1), np.float32)
     except (ImportError, OSError, RuntimeError) as error:
         raise NoGpuError(
-            f"CuPy cannot multiply matrices here ({error}): pip install nvidia-cublas (CUDA 12: nvidia-cublas-cu12), "
-            "or use --framework torch."
+            f"CuPy cannot multiply matrices here ({error}): pip install nvidia-cublas (CUDA 12: nvidia-cublas-cu12), or use --framework torch."
         ) from error
     return cupy

@@ -165,7 +165,7 @@ def demonstrate(
     def say(text: str) -> None:
         console.out(text, highlight=False, end="")
 
-    console.rule(f"iHC network · {HC} channels · {config.layers} layers · {backend.name} · kv {kv} × {block_size}")
+    console.rule(f"iHC network · {HC} channels · {config.layers} layers · {backend.name} · kv {kv}, pages of {block_size}")
     console.out(prompt, style="dim", highlight=False, end="\n" if chat else "")
     run = generate(hyper(clock), ids, tokens, tokenizer.stop, lambda token: say(stream.step(token)))
     say(stream.rest() + "\n")
@@ -224,10 +224,7 @@ def report(console: Any, proof: Proof, backend: Backend, kv: str, seed_gates: in
     tie = ", the others being ties" if proof.agree < proof.total and ok else ""
     verdict = "[bold green]proved[/bold green]" if ok else "[bold red]FAILED[/bold red]"
     amount = "exactly 0" if proof.difference == 0 else f"{proof.difference:.4g} ({share}; {expected})"
-    console.print(
-        f"{verdict}: the plain residual network chooses the same {same}{tie}; "
-        f"largest logit difference [bold]{amount}[/bold]"
-    )
+    console.print(f"{verdict}: the plain residual network chooses the same {same}{tie}; largest logit difference [bold]{amount}[/bold]")
     return ok
 
 

@@ -43,12 +43,13 @@ def launch_rope(b: Bound, arch: Arch) -> Launch:
     """One warp per part of a row; the fp8 op's padding and flags are further warps."""
     a = b.axes
     tokens, requests = a["tokens"], a["requests"]
+    fp8 = b.op.endswith("_fp8")
     # One step a warp gives the shortest chain of waits while all warps are on the machine at once (16 of 64 a
-    # multiprocessor). Beyond, 3 KB in flight a warp: 18 + 2 steps of a 64/8 row make 6 + 1 warps, none half idle.
-    steps = 1 if tokens * sum(_parts(b, 1)) <= 16 * arch.sms else 3
+    # multiprocessor). Beyond, 3 KB in flight a warp (80 registers, 24 warps a multiprocessor): 18 + 2 steps of a 64/8
+    # row make 6 + 1 warps. fp8 has more to compute: 2 KB, 9 + 1 warps, as 3 would spill at 80 registers.
+    steps = 1 if tokens * sum(_parts(b, 1)) <= 16 * arch.sms else 2 if fp8 else 3
     rotated, values = _parts(b, steps)
     units = tokens * (rotated + values)
-    fp8 = b.op.endswith("_fp8")
     if fp8:
         units += _ceil(requests * a["kv_heads"], FLAGS_PER_WARP)
         if b.scalars["q_quant"] == "dynamic" and b.scalars["is_prefill"]:
@@ -65,6 +66,7 @@ def launch_rope(b: Bound, arch: Arch) -> Launch:
         defines={
             "kFp8": int(fp8),
             "kThreads": THREADS,
+            "kMinBlocks": 3 if steps > 1 else 2,
             "kSteps": steps,
             "kRotatedParts": rotated,
             "kParts": rotated + values,

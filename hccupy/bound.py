@@ -1,0 +1,86 @@
+"""bind(): a call with its shapes fixed, for hot loops. Only addresses are looked at each time."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from . import api, cuda
+from .binding import Binding, stream_handle
+from .errors import ArgumentError, FrameworkError, LayoutError, ShapeError, explain
+from .ops import get
+from .run import prepare
+from .spec import Arg
+
+
+class BoundCall:
+    """An op with fixed shapes, strides, dtypes and scalars. Call it with arrays like the example's, in their order.
+
+    Arguments left out at the end stay those of the example. Outputs given to bind() are written at every call (nothing
+    is allocated then); others are allocated anew.
+    """
+
+    def __init__(self, op: str, binding: Binding, given: list[Any], outs: list[Any], pointers: list[int]) -> None:
+        self.op, self.binding, self.given, self.outs, self.pointers = op, binding, given, outs, pointers
+        framework = binding.framework
+        places = [i for i, p in enumerate(binding.spec.params) if isinstance(p, Arg)]
+        # (position in given, position in pointers, facts, alignment) of every array of the example
+        self.arrays = [(i, k, framework.key(given[i]), pointers[k] & 15) for k, i in enumerate(places) if given[i] is not None]
+        self.key, self.pointer, self.stream = framework.key, framework.pointer, framework.stream
+        self.device = binding.bound.device[1]
+        # The direct way: on CUDA, nothing to allocate.
+        self.direct = binding.launcher is not None and not binding.fresh and not binding.empty
+        self.result = binding.returned(outs)
+        self.current_device: Callable[[], int] = cuda.cupy().cuda.runtime.getDevice if self.direct else int
+
+    def __call__(self, *arrays: Any, stream: Any = None) -> Any:
+        """Run once. Raises ShapeError or LayoutError where an array is not like the example's."""
+        pointers = self.pointers
+        if len(arrays) > len(self.arrays):
+            raise ArgumentError(explain(self.op, "arguments", f"at most {len(self.arrays)} arrays", f"{len(arrays)}", "Scalars are fixed by bind()."))
+        if arrays:
+            pointers = pointers.copy()
+            for array, (i, k, facts, align) in zip(arrays, self.arrays, strict=False):
+                address = self.pointer(array)
+                if self.key(array) != facts:
+                    raise ShapeError(explain(self.op, self.binding.spec.params[i].name, f"an array like the example's, {facts}", f"{self.key(array)}", "Bind again for other shapes."))
+                if address & 15 != align:
+                    raise LayoutError(explain(self.op, self.binding.spec.params[i].name, f"an address of the example's alignment ({align} mod 16)", f"{address & 15}", "Bind again."))
+                pointers[k] = address
+        debug = self.binding.spec.debug is not None and os.environ.get("HCCUPY_DEBUG") == "1"
+        if not self.direct or debug or self.current_device() != self.device:
+            given = self.given.copy()
+            for array, (i, *_) in zip(arrays, self.arrays, strict=False):
+                given[i] = array
+            return self.binding(given, self.outs, pointers, stream)
+        self.binding.check_overlap(pointers)
+        self.binding.launcher(pointers, self.stream(self.device, None) if stream is None else stream_handle(stream))  # type: ignore[misc]
+        return self.result
+
+
+def bind(op: str, *args: Any, **kwargs: Any) -> BoundCall:
+    """`op` with the shapes of these example arguments fixed.
+
+    The example is checked, planned, compiled and loaded, not run. The result is called with the arrays that change, in
+    signature order; see BoundCall. Serving loops and graph captures use it; host time is the driver's launch and little more.
+
+    >>> import numpy as np
+    >>> x, residual, h_post = np.ones((2, 8)), np.ones((2, 4, 8)), np.ones((2, 4))
+    >>> call = bind("ihc_post", *(a.astype("float32") for a in (x, residual, h_post)))
+    >>> call().shape
+    (2, 4, 8)
+
+    Raises what the op raises, FrameworkError for JAX arrays (use jax.jit), TypeError for arguments it does not take.
+    """
+    spec = get(op)
+    call = inspect.signature(getattr(api, op)).bind(*args, **kwargs)
+    call.apply_defaults()
+    words = call.arguments
+    given = [words[p.name] for p in spec.params]
+    outs = [words.get(o.keyword) if o.keyword else None for o in spec.outputs]
+    framework, given, outs, pointers, binding = prepare(spec, given, outs, words["stream"])
+    if binding is None:
+        raise FrameworkError(explain(op, "arrays", "NumPy, CuPy, PyTorch or DLPack arrays", f"{framework.NAME} arrays", "Under JAX, jax.jit is the bound call."))
+    return BoundCall(op, binding, list(given), list(outs), pointers)

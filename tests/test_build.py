@@ -1,0 +1,205 @@
+"""NVRTC on every op, variant and architecture, with no GPU: it compiles, nothing spills, and how long it takes."""
+
+from __future__ import annotations
+
+import logging
+import re
+import statistics
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hccupy import arch, build, cache, cuda, plan
+from hccupy.errors import CompileError
+from hccupy.ops import REGISTRY
+
+from .test_plan import OPS, bound_of, small_cases
+
+pytest.importorskip("cupy", reason="NVRTC comes with CuPy: pip install hccupy[cuda13]")
+
+ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+PER_PAIR = 3  # binaries an op and architecture: more would only repeat templates that others instantiate
+TOKENS = (1, 33, 1024, 16384)  # variants may differ by size
+rows: list[dict[str, object]] = []
+
+
+def plans(op, target):
+    """Up to PER_PAIR plans: one a variant first, then other cases; each architecture starts elsewhere in the list."""
+    spec = REGISTRY[op]
+    cases = small_cases(spec)
+    shift = ARCHS.index(target.name) * len(cases) // len(ARCHS) if target.name in ARCHS else 0
+    found = {}
+    for case in cases[shift:] + cases[:shift]:
+        given = spec.make_inputs(case, np.random.default_rng(0))
+        for tokens in TOKENS if "tokens" in spec.empty else (None,):
+            made = plan.make(spec, bound_of(spec, given, tokens), target)
+            found.setdefault((made.source, made.entry, made.flags), (case, made))
+    first = {made.variant: (case, made) for case, made in reversed(found.values())}
+    rest = [pair for pair in found.values() if pair[1] not in [made for _, made in first.values()]]
+    return (list(first.values()) + rest)[:PER_PAIR]
+
+
+def resources(log):
+    """Registers, shared bytes, stack and spill bytes from the ptxas lines of a log."""
+    number = lambda pattern: sum(int(n) for n in re.findall(pattern, log))
+    return {
+        "registers": number(r"Used (\d+) registers"),
+        "shared": number(r"(\d+) bytes smem"),
+        "stack": number(r"(\d+) bytes stack frame"),
+        "spills": number(r"(\d+) bytes spill"),
+    }
+
+
+class Table:
+    """Prints the table at the end of a run without workers (conftest may do so from the recorded properties)."""
+
+    def pytest_terminal_summary(self, terminalreporter):
+        for line in table(rows):
+            terminalreporter.write_line(line)
+
+
+def table(rows):
+    """The lines of the resource table: one row an op, variant and architecture, the largest of its binaries."""
+    if not rows:
+        return
+    yield f"{'op':24}{'variant':14}{'arch':10}{'registers':>10}{'shared B':>10}{'dynamic B':>10}{'ms':>8}"
+    for name in sorted({(r["op"], r["variant"], ARCHS.index(r["arch"]), r["arch"]) for r in rows}):
+        same = [r for r in rows if (r["op"], r["variant"], r["arch"]) == (name[0], name[1], name[3])]
+        most = {k: max(r[k] for r in same) for k in ("registers", "shared", "dynamic", "ms")}
+        yield f"{name[0]:24}{name[1]:14}{name[3]:10}{most['registers']:10}{most['shared']:10}{most['dynamic']:10}{most['ms']:8.0f}"
+    times = [r["ms"] for r in rows]
+    yield f"{len(rows)} cold compilations (CPU time): median {statistics.median(times):.0f} ms, slowest {max(times):.0f} ms; no spills, no stack"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def summary(request):
+    """Have the table printed, once."""
+    if not hasattr(request.config, "workerinput"):
+        request.config.pluginmanager.register(Table())
+
+
+@pytest.mark.parametrize("target", ARCHS)
+@pytest.mark.parametrize("op", OPS)
+def test_compiles_without_spills(op, target, record_property):
+    times = []
+    for case, made in plans(op, arch.named(target)):
+        start = time.process_time()  # not wall time: other jobs on the machine do not count
+        cubin, log = build.compile_plan(made, extra=("-Xptxas=-v",))
+        times.append(time.process_time() - start)
+        used = resources(log)
+        row = {"op": op, "variant": made.variant, "arch": target, **used, "dynamic": made.launch.smem, "ms": 1000 * times[-1]}
+        rows.append(row)
+        record_property("kernel", row)
+        assert cubin.startswith(b"\x7fELF") and made.entry.encode() in cubin
+        assert used["registers"] and not used["spills"] and not used["stack"], f"{case.name}: {used}\n{log}"
+        threads = int(np.prod(made.launch.block))
+        assert used["registers"] * threads <= 65536, f"{case.name}: {used['registers']} registers of {threads} threads do not fit"
+        assert used["shared"] + made.launch.smem <= made.arch.smem
+        assert "warning" not in log, log
+    assert statistics.median(times) < 1.0, f"{op}: a cold compilation takes {statistics.median(times):.2f} s"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gpu_newer_than_nvrtc_gets_ptx(op):
+    """A device of tomorrow: PTX of the newest architecture known, without flush to zero."""
+    future = arch.from_capability(99, 0, cuda.nvrtc_archs())
+    assert future.ptx
+    _, made = plans(op, future)[0]
+    text, _ = build.compile_plan(made)
+    assert f".entry {made.entry}(".encode() in text
+    assert b".ftz" not in text
+
+
+def test_gpu_of_an_older_nvrtc_gets_ptx_it_can_write():
+    """Blackwell with an NVRTC that ends at 9.0."""
+    old = arch.from_capability(10, 0, (80, 89, 90))
+    for op in OPS:
+        _, made = plans(op, old)[0]
+        assert f".entry {made.entry}(".encode() in build.compile_plan(made)[0]
+
+
+# ---- the compiler's answer and the key --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def post():
+    spec = REGISTRY["ihc_post"]
+    given = spec.make_inputs(small_cases(spec)[1], np.random.default_rng(0))
+    return plan.make(spec, bound_of(spec, given), arch.named("sm_90a"))
+
+
+def test_options_keep_ieee_arithmetic(post):
+    words = build.options(post)
+    assert "-arch=sm_90a" in words and "-ftz=false" in words and "-prec-div=true" in words and "-prec-sqrt=true" in words
+    assert not any("fast" in w for w in words)
+
+
+def test_same_plan_same_bytes(post):
+    assert build.compile_plan(post)[0] == build.compile_plan(post)[0]
+
+
+def test_compile_error_carries_the_log(post):
+    broken = replace(post, defines={**post.defines, "kHc": -1})
+    with pytest.raises(CompileError) as error:
+        build.compile_plan(broken)
+    text = str(error.value)
+    assert "\0" not in text
+    for word in ("ihc_post", "sm_90a", "-DkHc=-1", "error", "NVRTC"):
+        assert word in text, word
+    assert isinstance(error.value, RuntimeError)
+
+
+def test_unsupported_architecture_says_which_nvrtc(post):
+    with pytest.raises(CompileError, match=r"did not compile for sm_55 with NVRTC \d+\.\d+"):
+        build.compile_plan(replace(post, arch=replace(post.arch, name="sm_55")))
+
+
+def test_key_changes_with_everything_that_changes_the_binary(post, monkeypatch):
+    keys = {
+        build.key(post),
+        build.key(replace(post, arch=arch.named("sm_80"))),
+        build.key(replace(post, source="store_kv.cu")),
+        build.key(replace(post, defines={**post.defines, "kHidden": 1})),
+    }
+    monkeypatch.setattr(cuda, "nvrtc_version", lambda: (99, 0))
+    keys.add(build.key(post))
+    monkeypatch.setattr(build, "SCHEMA", b"other")
+    keys.add(build.key(post))
+    monkeypatch.setattr(build, "sources_digest", lambda: b"an edited header")
+    keys.add(build.key(post))
+    assert len(keys) == 7 and all(re.fullmatch("[0-9a-f]{64}", k) for k in keys)
+
+
+def test_key_ignores_how_it_is_launched(post):
+    assert build.key(replace(post, launch=replace(post.launch, grid=(7, 1, 1)))) == build.key(post)
+
+
+def test_sources_digest_covers_every_header(monkeypatch):
+    files = build.sources()
+    digest = build.sources_digest()
+    assert any(name.startswith("common/") for name in files)
+    for name in files:
+        monkeypatch.setattr(build, "sources", lambda name=name: {**files, name: files[name] + b" "})
+        assert build.sources_digest.__wrapped__() != digest, name
+    monkeypatch.setattr(build, "sources", lambda: {("x" + n if n == "ihc_post.cu" else n): t for n, t in files.items()})
+    assert build.sources_digest.__wrapped__() != digest
+
+
+def test_sources_need_no_header_but_ours():
+    """What is hashed is what is compiled: every #include is one of our files, by its path."""
+    files = build.sources()
+    for path, text in files.items():
+        for word in re.findall(r"^\s*#\s*include\s*(.*)$", text.decode(), re.MULTILINE):
+            assert word.strip().strip('"') in files, f"{path}: {word}"
+
+
+def test_one_cold_compilation_one_line(post, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("HCCUPY_CACHE_DIR", str(tmp_path / "cache"))
+    caplog.set_level(logging.INFO, "hccupy")
+    first = build.binary(post)
+    assert build.binary(post) == first
+    assert [r.getMessage() for r in caplog.records if "compiled" in r.getMessage()] == [caplog.records[0].getMessage()]
+    assert re.fullmatch(r"hccupy: compiled ihc_post \(\w+\) for sm_90a in \d+\.\d\d s", caplog.records[0].getMessage())
+    assert len([p for p in cache.entries() if p.suffix == ".cubin"]) == 1

@@ -1,0 +1,106 @@
+"""The real kernels/*.cu, compiled by g++ and run one fiber a thread, against the references: no GPU needed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hccupy
+from hccupy.ops import REGISTRY
+from hccupy.spec import Case
+
+from . import ihc_checks as checks
+from .adapters import CPU
+from .simulated import simulate
+
+NUMPY = CPU[0]
+SMALL = [(s, c) for s, c in checks.small_cases() if c.axes["tokens"] * c.axes["hc"] * c.axes["hidden"] <= 3000]
+BUILDS = [{}, {"sanitize": True}, {"watch": True}]
+
+
+@pytest.mark.parametrize(("spec", "case"), [pytest.param(s, c, id=f"{s.name}-{c.name}-{c.dtype}") for s, c in SMALL])
+def test_ihc_kernels_against_fp64(spec, case, rng):
+    given = spec.make_inputs(case, rng)
+    for seed in (0, 1, 4):
+        checks.verify(spec, given, simulate(spec, given, seed), NUMPY)
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=["plain", "ubsan", "watch"])
+@pytest.mark.parametrize("op", checks.IHC)
+def test_ihc_kernels_sanitized(op, build, rng):
+    """Undefined behaviour, stray reads and writes, data races: under each build, strided and misaligned."""
+    spec = REGISTRY[op]
+    for hidden, shift in ((64, 0), (21, 1)):
+        case = Case("sanitized", {"tokens": 3, "hc": 4, "hidden": hidden}, spec.cases[0].scalars, "bfloat16", {"norm": op != "ihc_post"})
+        given = spec.make_inputs(case, rng)
+        wide = np.zeros((3, 4, hidden + 8), given["x"].dtype)
+        name = "residual" if "residual" in given else "x"
+        wide[:, :, shift : hidden + shift] = given[name]
+        given[name] = wide[:, :, shift : hidden + shift]
+        checks.verify(spec, given, simulate(spec, given, 1, **build), NUMPY)
+
+
+def _same_as_reference(op, case, rng, seed, **build):
+    """Kernel and NumPy path on the same inputs: outputs and caches."""
+    spec = REGISTRY[op]
+    given = spec.make_inputs(case, rng)
+    want_args = _copies(given)
+    got = simulate(spec, given, seed, **build)
+    want = getattr(hccupy, op)(**want_args)
+    want = want if isinstance(want, tuple) else (want,)
+    names = [o.name for o in spec.outputs if o.allocate]
+    for name, g, w in [*zip(names, got, want, strict=False), *((a.name, given[a.name], want_args[a.name]) for a in spec.args if a.mutated)]:
+        if w is None:
+            continue
+        _close(f"{op} {case.name} {name}", np.asarray(g), np.asarray(w))
+
+
+def _copies(given):
+    """A copy of every root array, and the same views on the copies."""
+    roots = {}
+    out = {}
+    for k, a in given.items():
+        if not isinstance(a, np.ndarray):
+            out[k] = a
+            continue
+        root = a
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        if id(root) not in roots:
+            roots[id(root)] = root.copy()
+        offset = a.__array_interface__["data"][0] - root.__array_interface__["data"][0]
+        out[k] = np.ndarray(a.shape, a.dtype, roots[id(root)].reshape(-1).view(np.uint8).data, offset, a.strides)
+    return out
+
+
+
+def _close(label, g, w):
+    """Codes and 16-bit values may differ by one where fp32 rounding straddles a midpoint; everything else is equal."""
+    assert g.shape == w.shape and g.dtype == w.dtype, label
+    if g.dtype.kind in "iu" and g.dtype.itemsize > 1:
+        assert np.array_equal(g, w), label
+        return
+    if g.dtype == np.float32:
+        assert np.allclose(g, w, rtol=1e-6, atol=0), label
+        return
+    unsigned = {1: np.uint8, 2: np.uint16}[g.dtype.itemsize]
+    a, b = g.view(unsigned).astype(np.int64), w.view(unsigned).astype(np.int64)
+    off = a != b
+    assert off.mean() < 2e-3, f"{label}: {off.mean():.2%} differ"
+    assert (np.abs(a - b)[off] <= 1).all(), f"{label}: more than one step apart"
+
+
+ROPE = [(op, c) for op in ("rope_norm_store_kv", "rope_norm_store_kv_fp8", "store_kv", "zero_kv_tail") for c in REGISTRY[op].cases if not c.name.startswith("bench")]
+
+
+@pytest.mark.parametrize(("op", "case"), [pytest.param(o, c, id=f"{o}-{c.name}") for o, c in ROPE])
+def test_rope_and_store_kernels_against_the_reference(op, case, rng):
+    _same_as_reference(op, case, rng, seed=1)
+
+
+@pytest.mark.parametrize("build", BUILDS[1:], ids=["ubsan", "watch"])
+@pytest.mark.parametrize("op", ["rope_norm_store_kv", "rope_norm_store_kv_fp8", "store_kv", "zero_kv_tail"])
+def test_rope_and_store_kernels_sanitized(op, build, rng):
+    cases = [c for o, c in ROPE if o == op]
+    for case in cases[:: max(len(cases) // 3, 1)]:
+        _same_as_reference(op, case, rng, seed=2, **build)
