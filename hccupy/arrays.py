@@ -20,7 +20,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from .errors import FrameworkError
+from .errors import FrameworkError, HccupyError
 
 
 @dataclass(frozen=True)
@@ -73,4 +73,12 @@ def view(op: str, name: str, obj: Any) -> tuple[ModuleType, Meta]:
         raise FrameworkError(
             f"{op}: {name}: expected an array (NumPy, CuPy, PyTorch, JAX or anything with __dlpack__), got {type(obj).__name__}."
         )
-    return found, found.meta(obj)
+    try:
+        return found, found.meta(obj)
+    except HccupyError as error:  # the framework knows what is wrong, not where
+        raise named(op, name, error) from None
+
+
+def named(op: str, name: str, error: HccupyError) -> HccupyError:
+    """The same error, saying which argument of which op it is about."""
+    return type(error)(f"{op}: {name}: {error}")

@@ -124,13 +124,13 @@ def function(plan: Plan, device: int) -> Any:
             try:
                 module = cuda.cupy().RawModule(path=file.name)
                 found = module.get_function(plan.entry)
-                if plan.launch.smem > 48 * 1024:
+                if plan.launch.smem:  # 48 KB without asking, static shared memory included
                     found.max_dynamic_shared_size_bytes = plan.launch.smem
                 found.kernel  # CuPy loads lazily: make it happen here  # noqa: B018
             finally:
                 os.unlink(file.name)
             _loaded[slot] = found
             loads += 1
-        elif plan.launch.smem > max(48 * 1024, found.max_dynamic_shared_size_bytes):
+        elif plan.launch.smem > found.max_dynamic_shared_size_bytes:
             found.max_dynamic_shared_size_bytes = plan.launch.smem
         return found

@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .errors import NoGpuError
+
 log = logging.getLogger("hccupy")
 LOCK_SECONDS = 60.0  # a cold compile takes well under a second; a lock held longer belongs to a dead or stuck process
 _warned: set[str] = set()
@@ -26,8 +28,10 @@ def directory() -> Path:
     chosen = os.environ.get("HCCUPY_CACHE_DIR")
     if chosen:
         return Path(chosen)
-    import platformdirs
-
+    try:
+        import platformdirs
+    except ImportError as error:  # it comes with the CUDA extras; without one there is nothing to cache
+        raise NoGpuError("cache: expected platformdirs, got none. Install 'hccupy[cuda13]' (or [cuda12]), or set HCCUPY_CACHE_DIR.") from error
     return Path(platformdirs.user_cache_dir("hccupy", appauthor=False))
 
 
@@ -52,7 +56,7 @@ def usable() -> Path | None:
         path = directory()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = os.lstat(path)
-    except (OSError, RuntimeError, ImportError) as error:
+    except (OSError, RuntimeError) as error:
         _warn("", f"hccupy: no kernel cache on disk ({error})")
         return None
     if not stat.S_ISDIR(info.st_mode) or not _ours(info):
@@ -103,8 +107,11 @@ def write(path: Path, cubin: bytes) -> None:
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Hold the entry's lock, or go on without it after LOCK_SECONDS: two compilations are better than none."""
-    from filelock import FileLock, Timeout
-
+    try:
+        from filelock import FileLock, Timeout
+    except ImportError:  # comes with the CUDA extras; without it two processes may both compile, which is harmless
+        yield
+        return
     lock = FileLock(path, timeout=LOCK_SECONDS, mode=0o600)
     try:
         lock.acquire()

@@ -20,6 +20,9 @@ from .errors import ArgumentError, DeviceError, DtypeError, FrameworkError, Layo
 from .spec import Arg, Bound, OpSpec, Out, Scalar
 
 
+FP32_MAX = 3.4028234663852886e38
+
+
 def bind(spec: OpSpec, metas: Mapping[str, Meta], scalars: Mapping[str, Any], framework: str, addresses: Mapping[str, int]) -> Bound:
     """All checks of one call. `metas` holds every array given: parameters under their names, outputs under theirs.
 
@@ -73,11 +76,15 @@ def scalar(spec: OpSpec, p: Scalar, value: Any) -> Any:
         return int(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise bad("a number on the host")
-    if not math.isfinite(value):
-        raise bad("a finite number")
-    if p.low is not None and value < p.low:
+    try:
+        number = float(value)
+    except OverflowError:  # an int of 400 digits
+        number = math.inf
+    if not abs(number) <= FP32_MAX:
+        raise bad("a number that is finite in fp32")
+    if p.low is not None and number < p.low:
         raise bad(f"a number >= {p.low:g}")
-    return float(value)
+    return number
 
 
 # ---- devices, dtypes --------------------------------------------------------------------------------------------
@@ -128,6 +135,10 @@ def size_of(expression: str, axes: Mapping[str, int]) -> int:
     return int(eval(_compiled(expression), {"__builtins__": {}}, dict(axes)))  # our own words, never the caller's
 
 
+def _known(expression: str, axes: Mapping[str, int]) -> bool:
+    return all(name in axes for name in _compiled(expression).co_names)
+
+
 def _pattern(p: Arg | Out) -> str:
     return f"[{', '.join(p.axes)}]" if isinstance(p.axes, tuple) else "[...]"
 
@@ -168,7 +179,8 @@ def _axes(spec: OpSpec, metas: Mapping[str, Meta]) -> tuple[dict[str, int], tupl
                 if name not in axes:
                     axes[name], origin[name] = size, p.name
                 elif axes[name] != size:
-                    raise _mismatch(spec, p, metas[p.name], f"{name} = {axes[name]} (from {origin[name]})")
+                    sizes_known = tuple(size_of(e, axes) for e in p.axes) if all(_known(e, axes) for e in p.axes) else ()
+                    raise _mismatch(spec, p, metas[p.name], f"{name} = {axes[name]} (from {origin[name]})", sizes_known)
     for p in spec.args:
         if p.name not in metas:
             continue
@@ -230,6 +242,9 @@ def layout(spec: OpSpec, p: Arg | Out, meta: Meta, lead: tuple[int, ...] | None,
         packed = packed * size
     flat = tuple(reversed(loose))
     itemsize = BY_NAME[meta.dtype].itemsize
+    if address % itemsize and meta.device[0] == "cuda":
+        got = f"address {address:#x}"
+        raise LayoutError(explain(spec.name, name, f"an address that is a multiple of {itemsize} bytes", got, "Copy it to its own array."))
     return flat, alignment(address, [s * itemsize for s in flat[:-1]])
 
 

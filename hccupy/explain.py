@@ -9,7 +9,7 @@ from . import arch as arches
 from . import check, cuda, plan
 from .arrays import Meta
 from .arch import Arch
-from .errors import ArgumentError, HccupyError, ShapeError, explain
+from .errors import ArgumentError, DtypeError, HccupyError, ShapeError, explain
 from .ops import get
 from .spec import Arg, Bound, OpSpec
 
@@ -24,7 +24,16 @@ def imagine(spec: OpSpec, sizes: dict[str, Any], dtype: str = "bfloat16") -> Bou
     for name in sizes:
         if name not in known:
             raise ArgumentError(explain(spec.name, name, "an axis, scalar or optional array of the op", "an unknown word", f"Known: {', '.join(sorted(known))}."))
-    axes = {n: int(v) for n, v in sizes.items() if n in {a.name for a in spec.axes} or n in spec.imagine}
+    if not any(dtype in p.dtypes for p in spec.args):
+        words = ", ".join(dict.fromkeys(d for p in spec.args for d in p.dtypes if not d.startswith("=")))
+        raise DtypeError(explain(spec.name, "dtype", f"one of {words}", repr(dtype)))
+    axes: dict[str, int] = {}
+    for name in (*(a.name for a in spec.axes), *spec.imagine):
+        if name in sizes:
+            value = sizes[name]
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ShapeError(explain(spec.name, name, "a length (an integer >= 0)", repr(value)))
+            axes[name] = value
     for name, expression in spec.imagine.items():
         if name not in axes:
             try:

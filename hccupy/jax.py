@@ -17,19 +17,20 @@ import jax
 import numpy as np
 
 from . import arch, build, check, cuda, launch, plan
-from .arrays import Meta
+from .arrays import Meta, view
 from .dtypes import BY_NAME
 from .errors import ArgumentError, FrameworkError, explain
-from .frameworks import dlpack_, jax_
+from .frameworks import dlpack_
 from .ops import get
 from .spec import Arg, Bound, OpSpec
 
 
-def on_cuda(array: Any) -> bool:
-    """Is this array (or tracer, by the default backend) on a GPU?"""
+def on_cuda(spec: OpSpec, given: Sequence[Any]) -> bool:
+    """Is the first array (a tracer counts by the default backend) on a GPU?"""
+    name, array = next((p.name, v) for p, v in zip(spec.params, given, strict=True) if isinstance(p, Arg))
     if isinstance(array, jax.core.Tracer):
         return jax.default_backend() == "gpu"
-    return jax_._device(array)[0] == "cuda"
+    return view(spec.name, name, array)[1].device[0] == "cuda"
 
 
 def concrete(given: Sequence[Any]) -> bool:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 from .arch import Arch
 from .dtypes import BY_NAME
-from .errors import ArgumentError, explain
+from .errors import ArgumentError, ShapeError, explain
 from .spec import Bound, Launch, OpSpec
+
+
+MOST_BLOCKS = 2**31 - 1  # CUDA's limit of grid.x
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,9 @@ def make(spec: OpSpec, bound: Bound, arch: Arch) -> Plan:
         ok, reason = v.when(bound, arch)
         if ok:
             launch = v.launch(bound, arch)
+            if launch.grid[0] > MOST_BLOCKS:
+                got = f"{launch.grid[0]:,} blocks for {', '.join(f'{a.name} = {bound.axes[a.name]:,}' for a in spec.axes if not a.baked)}"
+                raise ShapeError(explain(spec.name, "grid", f"at most {MOST_BLOCKS:,} blocks", got, "Split the call."))
             return Plan(spec.name, v.name, v.source, v.entry, arch, {**base_defines(spec, bound), **launch.defines}, launch)
         reasons.append(f"{v.name}: {reason}")
     raise ArgumentError(explain(spec.name, "variant", f"a kernel for {arch.name}", "none", "; ".join(reasons)))

@@ -12,9 +12,9 @@ from typing import Any
 
 from . import arch, arrays, build, check, cuda, launch, plan
 from .binding import Binding, stream_handle
-from .errors import CaptureError, DeviceError, FrameworkError, explain
+from .errors import CaptureError, DeviceError, FrameworkError, HccupyError, explain
 from .frameworks import dlpack_
-from .spec import Arg, OpSpec, Scalar
+from .spec import Arg, OpSpec, Out, Scalar
 
 _memo: dict[tuple[Any, ...], Binding] = {}
 MEMO_LIMIT = 4096  # a server sees thousands of token counts; past this the memo starts anew rather than grow for ever
@@ -36,25 +36,29 @@ def prepare(
     """(framework, arguments, outputs, addresses, what is known of such a call); None where JAX has to make the call."""
     framework = _framework(spec, given)
     if framework.NAME == "dlpack":  # read each foreign array once
-        given, outs = [dlpack_.adopt(v) for v in given], [dlpack_.adopt(v) for v in outs]
+        given = [_adopt(spec, p, v) for p, v in zip(spec.params, given, strict=True)]
+        outs = [_adopt(spec, o, v) for o, v in zip(spec.outputs, outs, strict=True)]
     elif framework.NAME == "jax":
         from . import jax
 
         jax.refuse_outs(spec, outs)
-        if jax.on_cuda(given[0]) or not jax.concrete(given):
+        if jax.on_cuda(spec, given) or not jax.concrete(given):
             return framework, given, outs, [], None
     key: list[Any] = [spec.name, framework.NAME]
     pointers: list[int] = []
     for p, value in zip((*spec.params, *spec.outputs), (*given, *outs), strict=True):
         if isinstance(p, Scalar):
-            key.append(value)
+            key += value, type(value)  # True == 1 == 1.0, and only one of them may be a flag
         elif value is None:
             key.append(None)
             pointers.append(0)
         else:
             if arrays.framework(value) is not framework:
-                _refuse(spec, framework, given, getattr(p, "keyword", None) or p.name, value)
-            address = framework.pointer(value)
+                _refuse(spec, framework, given, word(p), value)
+            try:
+                address = framework.pointer(value)
+            except HccupyError as error:
+                raise arrays.named(spec.name, word(p), error) from None
             pointers.append(address)
             key += framework.key(value), address & 15
     try:
@@ -79,7 +83,7 @@ def bind(spec: OpSpec, framework: ModuleType, given: Sequence[Any], outs: Sequen
         if not isinstance(p, Arg) and p in spec.scalars:
             scalars[p.name] = value
         elif value is not None:
-            metas[p.name] = framework.meta(value)
+            metas[p.name] = arrays.view(spec.name, word(p), value)[1]
     slots = [a.name for a in (*spec.args, *spec.outputs)]
     addresses = dict(zip(slots, pointers, strict=True))
     bound = check.bind(spec, metas, scalars, framework.NAME, addresses)  # 2
@@ -96,6 +100,18 @@ def bind(spec: OpSpec, framework: ModuleType, given: Sequence[Any], outs: Sequen
             made = plan.make(spec, bound, arch.of_device(index))  # 3
             launcher = launch.Launcher(spec, made, bound, build.function(made, index).kernel.ptr)  # 4
     return Binding(spec, framework, bound, metas, check.lead_of(spec, metas), launcher)
+
+
+def word(p: Arg | Scalar | Out) -> str:
+    """The caller's name for a parameter or output."""
+    return (p.keyword if isinstance(p, Out) else None) or p.name
+
+
+def _adopt(spec: OpSpec, p: Arg | Scalar | Out, value: Any) -> Any:
+    try:
+        return value if isinstance(p, Scalar) else dlpack_.adopt(value)
+    except HccupyError as error:
+        raise arrays.named(spec.name, word(p), error) from None
 
 
 def _framework(spec: OpSpec, given: Sequence[Any]) -> ModuleType:

@@ -36,25 +36,25 @@ struct IhcPostArgs {
   long long y_stride_hc;
 };
 
-// Writes y and stages it, two tokens at a time: their loads are all in flight before the first store. A chunk of y
-// is read (as residual) by the thread that writes it, before it does.
+// Writes y and stages it: the loads of a group of tokens are in flight before the first store. A chunk of y is read
+// (as residual) by the thread that writes it, before it does.
 template <class Config, typename X>
 __device__ __forceinline__ void post_and_stage(const IhcTile<Config>& tile, const IhcPostArgs<X>& args) {
   using Tile = IhcTile<Config>;
   using Chunk = typename Tile::Chunk;
-  constexpr int kTogether = Config::tokens < 2 ? Config::tokens : 2;
-  static_assert(Config::tokens % kTogether == 0, "tokens is 1 or even");
+  constexpr int kGroup = tokens_in_flight(Config::tokens, (Config::hc + 1) * static_cast<int>(sizeof(Chunk)), 160);
+  constexpr int kGroups = Config::tokens / kGroup;
 #pragma unroll 1
-  for (int step = 0; step < Tile::kPasses * (Config::tokens / kTogether); ++step) {
-    const int pass = step / (Config::tokens / kTogether);
-    const int first = step % (Config::tokens / kTogether) * kTogether;
+  for (int step = 0; step < Tile::kPasses * kGroups; ++step) {
+    const int pass = step / kGroups;
+    const int first = step % kGroups * kGroup;
     const int chunk = Tile::chunk_of(pass);
     if (chunk >= Tile::kChunks) break;
-    Chunk input[kTogether];
-    Chunk state[kTogether][Config::hc];
-    float gates[kTogether][Config::hc];
+    Chunk input[kGroup];
+    Chunk state[kGroup][Config::hc];
+    float gates[kGroup][Config::hc];
 #pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
+    for (int k = 0; k < kGroup; ++k) {
       const long long n = tile.clamped(first + k);
       const X* row = args.residual + n * args.residual_stride_tokens;
 #pragma unroll
@@ -66,7 +66,7 @@ __device__ __forceinline__ void post_and_stage(const IhcTile<Config>& tile, cons
       input[k] = load_chunk<Config::x_dtype, Config::vec, Config::hidden, Reader::kOnce>(args.x + n * args.x_stride_tokens, chunk);
     }
 #pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
+    for (int k = 0; k < kGroup; ++k) {
       const long long n = tile.clamped(first + k);
       float added[kChunk];
       input[k].to_floats(added);
@@ -114,7 +114,7 @@ struct Config {
   static constexpr bool staged = kStaged;
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ihc_post_pre(const X* x, const X* residual, const float* h_post, const float* w, const float* hc_scale,
                  const float* hc_base, const R* rms_weight, X* y, X* z, float* h_post_next, long long x_stride_tokens,
                  long long residual_stride_tokens, long long residual_stride_hc, long long h_post_stride_tokens,

@@ -51,7 +51,7 @@ struct Config {
 };
 
 #if !kHead  // one entry a binary: the other would double the compile time
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ihc_pre(const X* x, const float* w, const float* hc_scale, const float* hc_base, const R* rms_weight, X* y, float* h_post,
             long long x_stride_tokens, long long x_stride_hc, long long y_stride_tokens, long long h_post_stride_tokens,
             float norm_eps, float hc_eps, float magnitude, float rms_eps, int tokens) {
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 #else
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ihc_head(const X* x, const float* w, const float* hc_scale, const float* hc_base, const R* rms_weight, X* y,
              long long x_stride_tokens, long long x_stride_hc, long long y_stride_tokens, float norm_eps, float hc_eps,
              float rms_eps, int tokens) {

@@ -27,7 +27,13 @@ namespace hccupy {
 template <class Shape, int kRanks>
 struct IhcCluster {
   static constexpr int kWarps = Shape::kHidden / 32 / kRanks;  // each: one group of 32 columns, all channels
-  static constexpr int kThreads = (kWarps + 1) * 32;           // and one for the gates that are only returned
+  // The gates that are only returned: a warp of their own, or (where it would cost registers) one warp does both in turn.
+  static constexpr bool kGateWarp = kRanks == 16;
+  static constexpr int kThreads = (kWarps + kGateWarp) * 32;
+#ifndef MINB
+#define MINB 1
+#endif
+  static constexpr int kBlocks = MINB;
   static constexpr int kUnits = 2 * kWarps;
   static constexpr int kBlockChunks = kChunks / kRanks;
   static constexpr int kQuads = kPartials / 4;
@@ -99,13 +105,24 @@ struct IhcCluster {
       }
     }
 
+    // x may still be in the making: asking L2 for its lines consumes nothing, and warms the address translation.
+    const long long token = first + g;
+    const char* from = Shape::kPost ? a.residual : a.x;
+    const long long tokens_stride = Shape::kPost ? a.residual_tokens : a.x_tokens, hc_stride = Shape::kPost ? a.residual_hc : a.x_hc;
+#ifndef NOPRE
+    if (has_columns && has_token && t == 0) {
+#pragma unroll
+      for (int i = 0; i < kHc; ++i) prefetch_line(from + 2 * (token * tokens_stride + i * hc_stride + column));
+      if constexpr (Shape::kPost) {
+        prefetch_line(a.x + 2 * (token * a.x_tokens + column));
+        if (warp == 0) prefetch_line(a.h_post + token * a.h_post_tokens);
+      }
+    }
+#endif
     wait_for_previous_grid();
 
     uint4 x[kHc] = {};
-    const long long token = first + g;
     if (has_columns && has_token) {
-      const char* from = Shape::kPost ? a.residual : a.x;
-      const long long tokens_stride = Shape::kPost ? a.residual_tokens : a.x_tokens, hc_stride = Shape::kPost ? a.residual_hc : a.x_hc;
 #pragma unroll
       for (int i = 0; i < kHc; ++i) x[i] = Access::load(from + 2 * (token * tokens_stride + i * hc_stride + column));
       if constexpr (Shape::kPost) {
@@ -156,22 +173,27 @@ struct IhcCluster {
     barrier_wait_cluster(&gates_full, 0);
 
     // Every warp works out the gates of its own lanes: a second block barrier would cost more.
-    float4 dots = {};
-    float squares = 0.0f;
-    if (has_token) {
-      const int quad = g * kOutputs + (kHc == 4 && !has_columns ? 4 : 0);
-      dots = quarter<float4>(t, [&](int r) { return *reinterpret_cast<const float4*>(&slots[r][quad]); });
-      squares = quarter<float>(t, [&](int r) { return slots[r][kTileTokens * kOutputs + g]; });
-    }
-    dots = dots + shuffle_xor(dots, 1);
-    dots = dots + shuffle_xor(dots, 2);
-    squares = quad_sum(squares);
-    const int part = out & 3;
-    const float dot = part == 0 ? dots.x : part == 1 ? dots.y : part == 2 ? dots.z : dots.w;
-    const float gate = scales.template gate<static_cast<int>(Shape::kDepth)>(dot, squares, a.norm_eps);
-
-    if (!has_columns) {
+    const auto gate_of = [&](int base, const GateScales& by) {  // base: 0 or kHc, the output of the quad's first lane
+      float4 dots = {};
+      float squares = 0.0f;
+      if (has_token) {
+        const int quad = g * kOutputs + (base & 4);
+        dots = quarter<float4>(t, [&](int r) { return *reinterpret_cast<const float4*>(&slots[r][quad]); });
+        squares = quarter<float>(t, [&](int r) { return slots[r][kTileTokens * kOutputs + g]; });
+      }
+      dots = dots + shuffle_xor(dots, 1);
+      dots = dots + shuffle_xor(dots, 2);
+      squares = quad_sum(squares);
+      const int part = (base + t) & 3;
+      const float dot = part == 0 ? dots.x : part == 1 ? dots.y : part == 2 ? dots.z : dots.w;
+      return by.template gate<static_cast<int>(Shape::kDepth)>(dot, squares, a.norm_eps);
+    };
+    const auto return_gates = [&](float gate) {
       if (Shape::kOp != kHead && rank == 0 && has_token && t < kHc) a.h_next[token * a.h_next_tokens + t] = gate;
+    };
+    const float gate = gate_of(has_columns ? 0 : kHc, scales);
+    if (!has_columns) {
+      return_gates(gate);
       if (Shape::kHasNorm) __syncthreads();
       return;
     }
@@ -195,6 +217,9 @@ struct IhcCluster {
       for (int k = 0; k < 8; ++k) z[k] = z[k] * inverse * norm_weights[k];
     }
     if (has_token) Access::store(a.z + 2 * (token * a.z_tokens + column), pack<kXDtype>(z));
+    if (!kGateWarp && Shape::kOp != kHead && rank == 0 && warp == 0) {
+      return_gates(gate_of(kHc, GateScales::of<kHc>(kHc + t, t < kHc, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps)));
+    }
   }
 };
 

@@ -37,7 +37,7 @@ struct IhcStream {
   static constexpr int kHc = Shape::kHc, kXDtype = Shape::kXDtype, kVec = Shape::kVec;
   static constexpr int kRanks = 8;
   static constexpr int kMmaWarps = 8, kApplyWarps = 4;
-  static constexpr int kThreads = 512;
+  static constexpr int kThreads = 512, kBlocks = 1;
   static constexpr int kColumns = Shape::kHidden / kRanks;
   static constexpr int kUnits = Shape::kChunkUnits;  // of one mma warp: a chunk
   static constexpr int kRowBytes = 2 * kColumns;
@@ -48,7 +48,7 @@ struct IhcStream {
   static constexpr int kSlotBytes = kRanks * kPartials * 4;
   static constexpr int kNormSlotBytes = kRanks * kTileTokens * 4;
   static constexpr int kPerStageBytes =
-      kStageBytes + 2 * kSlotBytes + (Shape::kPost ? kTileTokens * kHc * 4 : 0) + (Shape::kHasNorm ? 2 * kNormSlotBytes : 0) + 5 * 8 + 2 * 8;
+      kStageBytes + 2 * kSlotBytes + (Shape::kPost ? kTileTokens * kHc * 4 : 0) + (Shape::kHasNorm ? 2 * kNormSlotBytes : 0) + 7 * 8;
   static constexpr int kFixedBytes = 2 * kMmaWarps * kPartials * 4 + 4 * 8 + (Shape::kHasNorm ? kColumns * 4 + kTileTokens * (kColumns / 32) * 4 : 0);
   static constexpr int kMostBytes = 232448;  // what a block may have on sm_90
   static constexpr int kFit = (kMostBytes - kFixedBytes) / kPerStageBytes;
@@ -56,18 +56,21 @@ struct IhcStream {
   static constexpr int kSlots = 2 * kStages;
   static constexpr int kSharedBytes = kFixedBytes + kStages * kPerStageBytes;
   static constexpr int kWeightRegisters = kUnits * Shape::kHalf * UnitWeights<kXDtype, Shape::kHalf>::kRegisters;
-#ifndef UAO
-#define UAO 1
+#ifndef NUNROLL
+#define NUNROLL 2
 #endif
-#ifndef WIDE
-#define WIDE 0
+#ifndef INFLIGHT
+#define INFLIGHT 2
 #endif
-  static constexpr int kUnitsAtOnce = UAO ? UAO : 1;
-#ifndef SPLITB
-#define SPLITB 1
+#ifndef XPRE
+#define XPRE 2
 #endif
-
-  static constexpr bool kWide = WIDE || kWeightRegisters > 144;
+#ifndef AHEAD
+#define AHEAD 1
+#endif
+  static constexpr bool kAhead = AHEAD && kWeightRegisters <= (Shape::kPost ? 120 : 144);  // room to read the next unit's x in advance
+  static constexpr int kUnitsAtOnce = kWeightRegisters <= 96 ? 3 : kAhead ? 2 : 1;
+  static constexpr bool kWide = kWeightRegisters > 144 || (kAhead && kWeightRegisters > 120);
   static constexpr int kMmaRegisters = kWide ? 208 : 200, kApplyRegisters = kWide ? 64 : 80, kHelperRegisters = 32;
   static_assert(kStages >= 2, "a ring needs two stages");
   static_assert(kWeightRegisters <= 168, "the weights of a chunk must fit in the registers of a warp");
@@ -126,6 +129,17 @@ struct IhcStream {
   __device__ __forceinline__ int tile_first(int tile) const { return tile < rounds ? (tile * clusters + cluster) * kTileTokens : rest_first; }
   __device__ __forceinline__ int tile_count(int tile) const { return tile < rounds ? kTileTokens : rest_count; }
 
+#ifdef PROBE
+  static __device__ __forceinline__ void probe(const IhcArguments& a, int at) {
+    unsigned long long* to = reinterpret_cast<unsigned long long*>(const_cast<void*>(a.rms_weight));
+    unsigned long long now; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    if ((threadIdx.x & 31) == 0 && at < 64) to[blockIdx.x * 128 + at] = now, to[blockIdx.x * 128 + 64 + at] = clock64();
+  }
+#define MARK(at) probe(a, at)
+#else
+#define MARK(at)
+#endif
+
   struct Turn {  // index of a ring and the parity of its round
     int index = 0;
     unsigned int parity = 0;
@@ -143,15 +157,32 @@ struct IhcStream {
 #pragma unroll 8
     for (int k = lane; k < kWords; k += 32) reinterpret_cast<Word*>(to)[k] = reinterpret_cast<const Word*>(from)[k];
   }
-  static __device__ __forceinline__ constexpr int token_rows() { return kHc; }
+
+  // The first tiles, before the previous kernel has ended.
+  __device__ __forceinline__ void prefetch_tiles(const IhcArguments& a) const {
+    const int token = lane / kHc, channel = lane % kHc;
+    const long long column = static_cast<long long>(rank) * kColumns;
+    const char* from = (Shape::kPost ? a.residual : a.x) + 2 * column;
+    const long long token_stride = 2 * (Shape::kPost ? a.residual_tokens : a.x_tokens), hc_stride = 2 * (Shape::kPost ? a.residual_hc : a.x_hc);
+    for (int tile = 0; tile < tiles && tile < XPRE; ++tile) {
+      const int first = tile_first(tile), count = tile_count(tile);
+      if (token < count) bulk_prefetch(from + (first + token) * token_stride + channel * hc_stride, kRowBytes);
+      if (Shape::kPost && lane < count) bulk_prefetch(a.x + 2 * ((first + lane) * a.x_tokens + column), kRowBytes);
+    }
+  }
 
   __device__ __forceinline__ void load_tiles(const IhcArguments& a) {
     const long long column = static_cast<long long>(rank) * kColumns;
     const char* from = (Shape::kPost ? a.residual : a.x) + 2 * column;
     const long long token_stride = 2 * (Shape::kPost ? a.residual_tokens : a.x_tokens), hc_stride = 2 * (Shape::kPost ? a.residual_hc : a.x_hc);
-    Turn turn;
+    Turn turn, come;
     for (int tile = 0; tile < tiles; ++tile) {
       const int first = tile_first(tile), count = tile_count(tile);
+      // Memory serves all that is asked for alike: with every stage in flight the first tile came when the last did, 2 us late.
+      if (tile >= INFLIGHT) {
+        barrier_wait(&full[come.index], come.parity);
+        come.next(kStages);
+      }
       char* stage = stages + turn.index * kStageBytes;
       Barrier* barrier = &full[turn.index];
       barrier_wait(&empty[turn.index], turn.parity ^ 1);
@@ -201,40 +232,59 @@ struct IhcStream {
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         weights[u].split(values[u]);
-        if (SPLITB && rows == 100 + u) return;
+        if (rows == 100 + u) return;
       }
     }
+    if (warp == 0) MARK(1);
     cluster_wait();
     // The chunk's first unit is odd where kUnits is: its group and half are known at run time only, its address is linear enough.
     Turn turn, pair;
     for (int tile = 0; tile < tiles; ++tile) {
       barrier_wait(&full[turn.index], turn.parity);
+      if (warp == 0) MARK(8 + 4 * tile);
       char* stage = stages + turn.index * kStageBytes;
       float h[kHc];
       if constexpr (Shape::kPost) {
 #pragma unroll
         for (int i = 0; i < kHc; ++i) h[i] = h_in[(turn.index * kTileTokens + g) * kHc + i];
       }
+      const auto place = [&](int u, int b) {
+        const int unit = warp * kUnits + u;
+        return reinterpret_cast<uint4*>(stage + g * kTokenBytes + ((unit & 1) * Shape::kHalf + b) * kRowBytes + (unit >> 1) * 64 + t * 16);
+      };
+      const auto post_place = [&](int u) {
+        return reinterpret_cast<uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes + ((warp * kUnits + u) >> 1) * 64 + t * 16);
+      };
       float4 total;
+      uint4 next[Shape::kHalf], next_post;
+#pragma unroll
+      for (int b = 0; kAhead && b < Shape::kHalf; ++b) next[b] = *place(0, b);
+      if (kAhead && Shape::kPost) next_post = *post_place(0);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
-        const int unit = warp * kUnits + u, half = unit & 1;
-        char* at = stage + g * kTokenBytes + half * (Shape::kHalf * kRowBytes) + (unit >> 1) * 64 + t * 16;
-        UnitSums sums;
-        float post[8];
-        if constexpr (Shape::kPost) unpack<kXDtype>(*reinterpret_cast<const uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes + (unit >> 1) * 64 + t * 16), post);
+        uint4 v[Shape::kHalf];
+        const uint4 v_post = kAhead ? next_post : *post_place(u);
 #pragma unroll
         for (int b = 0; b < Shape::kHalf; ++b) {
-          uint4* place = reinterpret_cast<uint4*>(at + b * kRowBytes);
-          uint4 v = *place;
-          if constexpr (Shape::kPost) {
-            v = post_octet<kXDtype>(post, v, half ? h[Shape::kHalf + b] : h[b]);
-            *place = v;
-          }
-          sums.add(weights[u], b, v);
+          v[b] = next[b];
+          if (kAhead && u + 1 < kUnits) next[b] = *place(u + 1, b);
+          if (!kAhead) v[b] = *place(u, b);
         }
+        if (Shape::kPost && kAhead && u + 1 < kUnits) next_post = *post_place(u + 1);
+        UnitSums sums;
+        if constexpr (Shape::kPost) {
+          float post[8];
+          unpack<kXDtype>(v_post, post);
+#pragma unroll
+          for (int b = 0; b < Shape::kHalf; ++b) {
+            v[b] = post_octet<kXDtype>(post, v[b], (warp * kUnits + u) & 1 ? h[Shape::kHalf + b] : h[b]);
+            *place(u, b) = v[b];
+          }
+        }
+#pragma unroll
+        for (int b = 0; b < Shape::kHalf; ++b) sums.add(weights[u], b, v[b]);
         total = u == 0 ? sums.result(weights[u]) : total + sums.result(weights[u]);
-        if (UAO && u % kUnitsAtOnce == kUnitsAtOnce - 1 && rows == 200 + u) return;
+        if (u % kUnitsAtOnce == kUnitsAtOnce - 1 && rows == 200 + u) return;
       }
       if constexpr (Shape::kPost) {
         fence_bulk();
@@ -246,6 +296,7 @@ struct IhcStream {
       __syncwarp();
       if (lane == 0) {
         barrier_arrive(&partials_full[pair.index]);
+        if (warp == 0) MARK(9 + 4 * tile);
         barrier_arrive(&empty[turn.index]);
       }
       turn.next(kStages);
@@ -328,15 +379,31 @@ struct IhcStream {
     reduce_channels<kXDtype, kHc>(x, h, z);
   }
 
+  // With a norm, z waits for its sum of squares in the stage: in the place of channel 0 (not rounded: of channels 0 and 1), or of
+  // post's x where y must stay. Each lane reads what it wrote.
+  static constexpr bool kKeepsZ = Shape::kHasNorm && (Shape::kRoundBeforeNorm || !Shape::kPost);
+  static __device__ __forceinline__ uint4* kept(char* stage, int token, int octet) {
+    return reinterpret_cast<uint4*>(stage + (Shape::kPost ? kTileTokens * kTokenBytes + token * kPostBytes : token * kTokenBytes) + octet * 16);
+  }
+
   // Sum of squares of z over this block's columns for the warp's two tokens, told to all blocks.
-  __device__ __forceinline__ void push_norm(const char* stage, int warp, const Gates& gates, int slot, int count) const {
+  __device__ __forceinline__ void push_norm(char* stage, int warp, const Gates& gates, int slot, int count) const {
     constexpr int kGroups = kColumns / 32;
-#pragma unroll 1
+#pragma unroll NUNROLL
     for (int step = 0; step < kSteps; ++step) {
       float z[8];
       int which, octet;
       mix(stage, warp, gates, step, z, which, octet);
-      if constexpr (Shape::kRoundBeforeNorm) unpack<kXDtype>(pack<kXDtype>(z), z);
+      uint4* place = kept(stage, 2 * warp + which, octet);
+      if constexpr (Shape::kRoundBeforeNorm) {
+        const uint4 rounded = pack<kXDtype>(z);
+        *place = rounded;
+        unpack<kXDtype>(rounded, z);
+      } else if constexpr (kKeepsZ) {
+        float4* low = reinterpret_cast<float4*>(place);
+        low[0] = float4{z[0], z[1], z[2], z[3]};
+        low[kRowBytes / 16] = float4{z[4], z[5], z[6], z[7]};
+      }
       float sum = octet_squares(z);
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
@@ -352,7 +419,7 @@ struct IhcStream {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void store_tile(const IhcArguments& a, const char* stage, int warp, const Gates& gates, Turn slot, long long first, int count) const {
+  __device__ __forceinline__ void store_tile(const IhcArguments& a, char* stage, int warp, const Gates& gates, Turn slot, long long first, int count) const {
     float inverse[2] = {};
     if constexpr (Shape::kHasNorm) {
       barrier_wait_cluster(&norm_full[slot.index], slot.parity);
@@ -365,21 +432,37 @@ struct IhcStream {
         inverse[k] = inverse_rms(sum, static_cast<float>(Shape::kHidden), a.rms_eps);
       }
     }
-    constexpr int kUnroll = Shape::kHasNorm ? 1 : kSteps;
+    constexpr int kUnroll = Shape::kHasNorm ? NUNROLL : kSteps;
 #pragma unroll kUnroll
     for (int step = 0; step < kSteps; ++step) {
       float z[8];
       int which, octet;
-      mix(stage, warp, gates, step, z, which, octet);
+      if constexpr (kKeepsZ) {
+        const int index = step * 32 + lane;
+        which = index >= kOctets;
+        octet = index - which * kOctets;
+        const uint4* place = kept(stage, 2 * warp + which, octet);
+        if constexpr (Shape::kRoundBeforeNorm) {
+          unpack<kXDtype>(*place, z);
+        } else {
+          const float4 low = *reinterpret_cast<const float4*>(place), high = *reinterpret_cast<const float4*>(place + kRowBytes / 16);
+          z[0] = low.x, z[1] = low.y, z[2] = low.z, z[3] = low.w, z[4] = high.x, z[5] = high.y, z[6] = high.z, z[7] = high.w;
+        }
+      } else {
+        mix(stage, warp, gates, step, z, which, octet);
+      }
       if constexpr (Shape::kHasNorm) {
-        if constexpr (Shape::kRoundBeforeNorm) unpack<kXDtype>(pack<kXDtype>(z), z);
         const float factor = which ? inverse[1] : inverse[0];
+        const float4* scale = reinterpret_cast<const float4*>(norm_weight + octet * 8);
+        const float4 low = scale[0], high = scale[1];
+        const float scales[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-        for (int k = 0; k < 8; ++k) z[k] = z[k] * factor * norm_weight[octet * 8 + k];
+        for (int k = 0; k < 8; ++k) z[k] = z[k] * factor * scales[k];
       }
       const int token = 2 * warp + which;
       if (token < count) Octet<kVec>::store(a.z + 2 * ((first + token) * a.z_tokens + rank * kColumns + octet * 8), pack<kXDtype>(z));
     }
+    if constexpr (kKeepsZ) fence_bulk();  // the stage is refilled by bulk copies
   }
 
   __device__ __forceinline__ void apply_tiles(const IhcArguments& a, int warp) {
@@ -399,14 +482,16 @@ struct IhcStream {
     for (int tile = 0; tile < passes; ++tile) {
       Gates now;
       if (!Shape::kHasNorm || tile < tiles) {
-        const char* stage = stages + turn.index * kStageBytes;
+        char* stage = stages + turn.index * kStageBytes;
         if constexpr (Shape::kPost) {
           barrier_wait(&y_full[turn.index], turn.parity);
         } else {
           barrier_wait(&full[turn.index], turn.parity);
         }
         const int count = tile_count(tile);
+        if (warp == 0) MARK(5);
         now = gates(a, scales, warp, slot, tile_first(tile), count);
+        if (warp == 0) MARK(10 + 4 * tile);
         if constexpr (Shape::kHasNorm) push_norm(stage, warp, now, slot.index, count);
       }
       const int done = tile - (Shape::kHasNorm ? 1 : 0);
@@ -415,6 +500,7 @@ struct IhcStream {
         store_tile(a, stages + t.index * kStageBytes, warp, Shape::kHasNorm ? last : now, s, tile_first(done), tile_count(done));
         __syncwarp();
         if (lane == 0) barrier_arrive(&empty[t.index]);
+        if (warp == 0) MARK(11 + 4 * done);
       }
       if constexpr (Shape::kHasNorm) last = now, last_turn = turn, last_slot = slot;
       turn.next(kStages);
@@ -455,20 +541,21 @@ struct IhcStream {
   static __device__ __forceinline__ void run(const IhcArguments& a) {
     IhcStream s;
     s.place();
+    if (threadIdx.x == 0) MARK(0);
     s.lane = threadIdx.x & 31;
     const int warp = threadIdx.x >> 5;
-    if (threadIdx.x == 0) {
-      for (int k = 0; k < kStages; ++k) {
-        barrier_init(&s.full[k], 1 + (Shape::kPost ? 32 : 0));
-        barrier_init(&s.empty[k], kMmaWarps + kApplyWarps + (Shape::kPost ? 1 : 0));
-        barrier_init(&s.y_full[k], kMmaWarps);
+    if (warp == 0) {
+      if (s.lane < kStages) {
+        barrier_init(&s.full[s.lane], 1 + (Shape::kPost ? 32 : 0));
+        barrier_init(&s.empty[s.lane], kMmaWarps + kApplyWarps + (Shape::kPost ? 1 : 0));
+        barrier_init(&s.y_full[s.lane], kMmaWarps);
       }
-      for (int k = 0; k < kSlots; ++k) barrier_init(&s.slot_full[k], 1), barrier_init(&s.norm_full[k], 1);
-      for (int k = 0; k < 2; ++k) barrier_init(&s.partials_full[k], kMmaWarps), barrier_init(&s.partials_empty[k], 1);
+      if (s.lane < kSlots) barrier_init(&s.slot_full[s.lane], 1), barrier_init(&s.norm_full[s.lane], 1);
+      if (s.lane < 2) barrier_init(&s.partials_full[s.lane], kMmaWarps), barrier_init(&s.partials_empty[s.lane], 1);
       fence_barrier_init();
-      for (int k = 0; k < kSlots; ++k) {
-        barrier_expect(&s.slot_full[k], kSlotBytes);
-        if (Shape::kHasNorm) barrier_expect(&s.norm_full[k], kNormSlotBytes);
+      if (s.lane < kSlots) {
+        barrier_expect(&s.slot_full[s.lane], kSlotBytes);
+        if (Shape::kHasNorm) barrier_expect(&s.norm_full[s.lane], kNormSlotBytes);
       }
     }
     __syncthreads();
@@ -485,9 +572,11 @@ struct IhcStream {
       s.apply_tiles(a, warp - kMmaWarps);
     } else {
       give_registers<kHelperRegisters>();
+      s.deal(a.tokens);
+      if (warp == kMmaWarps + kApplyWarps + 3 && kVec == 8) s.prefetch_tiles(a);
       cluster_wait();
       wait_for_previous_grid();
-      s.deal(a.tokens);
+      if (warp == kMmaWarps + kApplyWarps) MARK(2);
       if (warp == kMmaWarps + kApplyWarps) {
         s.load_tiles(a);
       } else if (warp == kMmaWarps + kApplyWarps + 1) {

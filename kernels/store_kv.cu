@@ -1,4 +1,5 @@
-// store_kv: dense K or V rows to the slots of a paged cache. zero_kv_tail: clear what lies behind each request's last token.
+// store_kv: dense K or V rows to the slots of a paged cache. zero_kv_tail: clear what lies behind each request's last
+// token.
 //
 //   store_kv      cache[slot / block_size, slot % block_size] = src[row], slot = slot_mapping[row]
 //   zero_kv_tail  cache[last page, seq_len % block_size :] = 0 if the last block is not full, for both caches
@@ -22,7 +23,8 @@ namespace hccupy {
 
 // One warp copies its part of a row: kDepth accesses a lane, all loads before the first store.
 template <int kWordBytes, int kRowHeads, int kHeadBytes, int kRowParts>
-__device__ __forceinline__ void copy_row(char* to, long long to_stride, const char* from, long long from_stride, int part) {
+__device__ __forceinline__ void copy_row(char* to, long long to_stride, const char* from, long long from_stride,
+                                         int part) {
   using Word = typename WordOf<kWordBytes>::Type;
   constexpr int kPieces = kHeadBytes / kWordBytes;
   constexpr int kDepth = 4;
@@ -31,12 +33,15 @@ __device__ __forceinline__ void copy_row(char* to, long long to_stride, const ch
 #pragma unroll
     for (int k = 0; k < kDepth; ++k) {
       const int at = start + k * 32 + lane_index();
-      if (at < kRowHeads * kPieces) words[k] = load_once(reinterpret_cast<const Word*>(from + at / kPieces * from_stride + at % kPieces * kWordBytes));
+      if (at < kRowHeads * kPieces)
+        words[k] =
+            load_once(reinterpret_cast<const Word*>(from + at / kPieces * from_stride + at % kPieces * kWordBytes));
     }
 #pragma unroll
     for (int k = 0; k < kDepth; ++k) {
       const int at = start + k * 32 + lane_index();
-      if (at < kRowHeads * kPieces) *reinterpret_cast<Word*>(to + at / kPieces * to_stride + at % kPieces * kWordBytes) = words[k];
+      if (at < kRowHeads * kPieces)
+        *reinterpret_cast<Word*>(to + at / kPieces * to_stride + at % kPieces * kWordBytes) = words[k];
     }
   }
 }
@@ -73,18 +78,19 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   constexpr int kBytes = static_cast<int>(sizeof(Cache));
   hccupy::copy_row<kAccess, kKvHeads, kHeadDim * kBytes, kParts>(
       reinterpret_cast<char*>(cache + page * cache_stride_num_blocks + slot % block_size * cache_stride_block_size),
-      cache_stride_kv_heads * kBytes, reinterpret_cast<const char*>(src + row * src_stride_tokens), src_stride_kv_heads * kBytes,
-      static_cast<int>(unit % kParts));
+      cache_stride_kv_heads * kBytes, reinterpret_cast<const char*>(src + row * src_stride_tokens),
+      src_stride_kv_heads * kBytes, static_cast<int>(unit % kParts));
 }
 #else
 using Cache = hccupy::Element<kKeyCacheDtype>::Type;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     zero_kv_tail(Cache* key_cache, Cache* value_cache, const int* seq_lens, const int* block_table,
-                 long long key_cache_stride_num_blocks, long long key_cache_stride_block_size, long long key_cache_stride_kv_heads,
-                 long long value_cache_stride_num_blocks, long long value_cache_stride_block_size,
-                 long long value_cache_stride_kv_heads, long long block_table_stride_requests, int null_block, int requests,
-                 int num_blocks, int block_size, int max_blocks) {
+                 long long key_cache_stride_num_blocks, long long key_cache_stride_block_size,
+                 long long key_cache_stride_kv_heads, long long value_cache_stride_num_blocks,
+                 long long value_cache_stride_block_size, long long value_cache_stride_kv_heads,
+                 long long block_table_stride_requests, int null_block, int requests, int num_blocks, int block_size,
+                 int max_blocks) {
   hccupy::let_next_grid_start();
   hccupy::wait_for_previous_grid();
   const long long unit = static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
@@ -103,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         reinterpret_cast<char*>(key_cache + page * key_cache_stride_num_blocks + slot * key_cache_stride_block_size),
         key_cache_stride_kv_heads * kBytes);
     hccupy::clear_vectors<kAccess, kKvHeads, kVHeadDim * kBytes>(
-        reinterpret_cast<char*>(value_cache + page * value_cache_stride_num_blocks + slot * value_cache_stride_block_size),
+        reinterpret_cast<char*>(value_cache + page * value_cache_stride_num_blocks +
+                                slot * value_cache_stride_block_size),
         value_cache_stride_kv_heads * kBytes);
   }
 }

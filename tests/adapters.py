@@ -43,8 +43,9 @@ class Adapter:
             return Producer(t) if self.name == "dlpack" else t
         import cupy
 
-        whole = cupy.asarray(base.view(np.uint8)).view(base.dtype) if base.dtype.name in SPECIAL else cupy.asarray(base)
-        c = cupy.ndarray(a.shape, a.dtype, whole.data + offset * a.itemsize, strides=a.strides)
+        raw = base.view(SPECIAL[base.dtype.name]) if base.dtype.name in SPECIAL else base
+        whole = cupy.asarray(raw)
+        c = cupy.ndarray(a.shape, raw.dtype, whole.data + offset * a.itemsize, strides=a.strides).view(a.dtype)
         if self.name == "dlpack":
             import torch
 
@@ -75,8 +76,8 @@ class Adapter:
         if type(a).__module__.startswith("cupy"):
             import cupy
 
-            a = cupy.ascontiguousarray(a.view(SPECIAL[a.dtype.name])) if a.dtype.name in SPECIAL and a.flags.c_contiguous else a
-            return _cupy_back(a)
+            raw = a.view(SPECIAL[a.dtype.name]) if a.dtype.name in SPECIAL else a
+            return cupy.asnumpy(raw).view(a.dtype)
         return np.asarray(a)
 
     def synchronize(self) -> None:
@@ -85,12 +86,6 @@ class Adapter:
             import cupy
 
             cupy.cuda.runtime.deviceSynchronize()
-
-
-def _cupy_back(a: Any) -> np.ndarray:
-    import cupy
-
-    return cupy.asnumpy(a)
 
 
 def _whole(a: np.ndarray) -> tuple[np.ndarray, int]:

@@ -96,6 +96,8 @@ class Foreign(Capsule):
             capsule = owner.__dlpack__(stream=stream, max_version=(1, 0))
         except TypeError:  # a producer from before DLPack 1.0
             capsule = owner.__dlpack__(stream=stream) if stream is not None else owner.__dlpack__()
+        except BufferError as error:
+            raise FrameworkError(f"expected an array that DLPack can hand over, got {type(owner).__name__} which refuses: {error}") from error
         super().__init__(capsule)
         self.owner = owner
 
@@ -110,6 +112,8 @@ def _cupy() -> Any:
 
 def is_array(obj: Any) -> bool:
     """Has the DLPack methods."""
+    if isinstance(obj, np.ndarray):  # numpy_ refused it: a masked array, whose mask DLPack would drop
+        return False
     return isinstance(obj, Foreign) or (hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"))
 
 
@@ -124,8 +128,10 @@ def key(array: Any) -> Any:
 
 
 def pointer(array: Any) -> int:
-    """Address of element 0."""
-    return array.ptr  # type: ignore[no-any-return]
+    """Address of element 0, of a Foreign or of what `empty` made."""
+    if isinstance(array, Foreign):
+        return array.ptr
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 def meta(array: Any) -> Meta:

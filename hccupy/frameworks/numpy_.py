@@ -17,7 +17,7 @@ CPU = ("cpu", 0)
 
 def is_array(obj: Any) -> bool:
     """An ndarray (NumPy scalars are not arrays here)."""
-    return isinstance(obj, np.ndarray)
+    return isinstance(obj, np.ndarray) and not isinstance(obj, np.ma.MaskedArray)  # a mask would be dropped
 
 
 def key(array: Any) -> tuple[Any, ...]:
@@ -52,8 +52,8 @@ def stream(device: int, like: Any) -> int:
 
 
 def to_numpy(array: Any) -> Any:
-    """The array itself."""
-    return array
+    """The array itself, without a subclass's own rules (numpy.matrix)."""
+    return array if type(array) is np.ndarray else array.view(np.ndarray)
 
 
 def from_numpy(array: Any) -> Any:

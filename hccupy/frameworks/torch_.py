@@ -23,13 +23,21 @@ def is_array(obj: Any) -> bool:
     return isinstance(obj, torch.Tensor)
 
 
+PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
 def key(array: Any) -> tuple[Any, ...]:
     """Hashable facts of `array`."""
     return array.shape, array.stride(), array.dtype, array.device
 
 
 def pointer(array: Any) -> int:
-    """Address of element 0."""
+    """Address of element 0.
+
+    Called first, so it refuses what only looks like memory: subclasses without storage, sparse tensors, pending negations.
+    """
+    if type(array) not in PLAIN or array.layout is not torch.strided or array.is_neg():
+        meta(array)
     return array.data_ptr()  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,102 @@
-"""Placeholder until the kernels' launch rules land."""
-from ..spec import Launch, Variant
-_v = (Variant("portable", "ihc_pre.cu", "ihc_pre", lambda b, a: Launch((1,1,1),(1,1,1))),)
-PRE_VARIANTS = HEAD_VARIANTS = POST_VARIANTS = POST_PRE_VARIANTS = _v
+"""How the iHC kernels are started: pure functions of a Bound and an Arch, with the reason beside each number."""
+
+from __future__ import annotations
+
+from ..arch import Arch
+from ..dtypes import BY_NAME
+from ..spec import Bound, Launch, Variant
+
+CHUNK = 8  # elements that a thread sums as one; the unit of the fixed order of all sums
+MOST_THREADS = 384  # more threads leave fewer than 168 registers each, which the four-token tile needs
+STATIC_SMEM = 6 * 1024  # partial sums of a block; 4.6 KB at most (hc 8, four tokens)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def vector(b: Bound, names: tuple[str, ...], most: int = CHUNK) -> int:
+    """Elements per access that hidden, addresses and strides of these arrays allow."""
+    sizes = {n: BY_NAME[b.dtypes[n]].itemsize for n in names if b.has(n)}
+    for v in (8, 4, 2, 1):
+        if v <= most and b.axes["hidden"] % v == 0 and all(b.aligned[n] >= min(16, v * s) for n, s in sizes.items()):
+            return v
+    return 1
+
+
+def threads_for(hidden: int) -> int:
+    """Threads of a block, from hidden alone: it fixes the order of the sums, so nothing else may enter."""
+    chunks = _ceil(hidden, CHUNK)
+    passes = _ceil(chunks, MOST_THREADS)
+    return 32 * _ceil(_ceil(chunks, passes), 32)
+
+
+def tile(b: Bound, arch: Arch) -> tuple[int, bool, int]:
+    """(tokens of a block, are their rows staged, shared bytes).
+
+    w is fetched from L2 once for all tokens of a block, so more is better as long as every multiprocessor has a block.
+    Eight channels double the sums a thread holds: four tokens would spill.
+    """
+    hc, hidden, tokens = b.axes["hc"], b.axes["hidden"], b.axes["tokens"]
+    threads = threads_for(hidden)
+    row = hc * _ceil(_ceil(hidden, CHUNK), threads) * threads * CHUNK * BY_NAME[b.dtypes["x"]].itemsize
+    for size in (4, 2, 1):
+        if (size == 4 and hc > 4) or (size > 1 and tokens <= size // 2 * arch.sms):
+            continue
+        if size * row <= arch.smem - STATIC_SMEM:
+            return size, True, size * row
+    # Rows that do not fit are read again from L2; two tokens is what registers hold then.
+    return (2 if tokens > arch.sms else 1), False, 0
+
+
+def _gated(b: Bound, arch: Arch, arrays: tuple[str, ...], head: int | None) -> Launch:
+    tokens, staged, smem = tile(b, arch)
+    threads = threads_for(b.axes["hidden"])
+    defines = {
+        "kVec": vector(b, (*arrays, "rms_weight")),
+        "kWeightVec": vector(b, ("w",), 4),
+        "kThreads": threads,
+        "kTokens": tokens,
+        "kStaged": int(staged),
+    }
+    if head is not None:
+        defines["kHead"] = head
+    grid = _ceil(b.axes["tokens"], tokens)
+    where = "rows staged in shared memory" if staged else "rows do not fit shared memory and are read again from L2"
+    # Small grids have nothing else to hide their start behind; large ones keep every multiprocessor's shared memory.
+    pdl = arch.clusters and grid <= 2 * arch.sms
+    return Launch((grid, 1, 1), (threads, 1, 1), smem, pdl=pdl, defines=defines, why=f"{tokens} tokens a block share each fetch of w; {where}")
+
+
+def launch_pre(b: Bound, arch: Arch) -> Launch:
+    """ihc_pre."""
+    return _gated(b, arch, ("x", "y"), 0)
+
+
+def launch_head(b: Bound, arch: Arch) -> Launch:
+    """ihc_head."""
+    return _gated(b, arch, ("x", "y"), 1)
+
+
+def launch_post_pre(b: Bound, arch: Arch) -> Launch:
+    """ihc_post_pre."""
+    return _gated(b, arch, ("x", "residual", "y", "z"), None)
+
+
+def launch_post(b: Bound, arch: Arch) -> Launch:
+    """ihc_post: one 16-byte pack of x and hc of residual a thread; two packs once the grid fills the machine twice."""
+    hidden, tokens = b.axes["hidden"], b.axes["tokens"]
+    vec = vector(b, ("x", "residual", "y"), max(16 // BY_NAME[b.dtypes["x"]].itemsize, 1))
+    packs = tokens * (hidden // vec)
+    # Few packs: small blocks reach more multiprocessors. Many: writes of 50 MB and more will not be read from L2 again.
+    streaming = packs * vec * b.axes["hc"] * BY_NAME[b.dtypes["x"]].itemsize > 48 << 20
+    threads = 64 if packs <= 64 * 8 * arch.sms else 256
+    defines = {"kVec": vec, "kThreads": threads, "kPacks": 1, "kStream": int(streaming)}
+    why = f"{vec} elements an access, {threads} threads a block{', streaming stores' if streaming else ''}"
+    return Launch((_ceil(packs, threads), 1, 1), (threads, 1, 1), pdl=arch.clusters and tokens <= 256, defines=defines, why=why)
+
+
+PRE_VARIANTS = (Variant("portable", "ihc_pre.cu", "ihc_pre", launch_pre),)
+HEAD_VARIANTS = (Variant("portable", "ihc_pre.cu", "ihc_head", launch_head),)
+POST_VARIANTS = (Variant("portable", "ihc_post.cu", "ihc_post", launch_post),)
+POST_PRE_VARIANTS = (Variant("portable", "ihc_post_pre.cu", "ihc_post_pre", launch_post_pre),)

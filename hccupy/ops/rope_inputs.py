@@ -51,7 +51,7 @@ def make_metadata(rng: np.random.Generator, lengths: Any, new: Any, block_size: 
     touched = (columns >= first) & (columns * block_size < lengths[:, None]) & (new > 0)[:, None]
     pages = int(touched.sum()) + spare
     order = rng.permutation(pages)
-    table = order[rng.integers(pages - spare, pages, touched.shape)]
+    table = order[rng.integers(pages - spare if spare else 0, max(pages, 1), touched.shape)] if pages else np.zeros(touched.shape, np.int64)
     table[touched] = order[: pages - spare]
     index = np.concatenate([[0], np.cumsum(new)])
     return {"seq_lens": lengths.astype(np.int32), "q_index": index.astype(np.int32), "block_table": table.astype(np.int32)}, pages
@@ -66,9 +66,7 @@ def _inputs(case: Case, rng: np.random.Generator, cache_dtype: str) -> dict[str,
     dim, v_dim, heads = a["head_dim"], a["v_head_dim"], a["kv_heads"]
     new, lengths = np.asarray(o["new"]), np.asarray(o["lengths"])
     metadata, pages = make_metadata(rng, lengths, new, a["block_size"])
-    key_cache, value_cache = make_caches(
-        o.get("layout", "dense"), lambda s: np.zeros(s, BY_NAME[cache_dtype].np), pages, a["block_size"], heads, dim, v_dim
-    )
+    key_cache, value_cache = make_caches(o.get("layout", "dense"), lambda s: np.zeros(s, BY_NAME[cache_dtype].np), pages, a["block_size"], heads, dim, v_dim)
     width = (a["q_heads"] + heads) * dim + heads * v_dim
     qkv = _draw(rng, (int(new.sum()) + o.get("padding", 0), width + o.get("gate", 0)), case.dtype, 1.3)[:, :width]
     given = {"key_cache": key_cache, "value_cache": value_cache, "qkv": qkv}
@@ -181,30 +179,44 @@ def _bench() -> list[Case]:
 
 
 def _fp8(case: Case, index: int) -> Case:
-    prefill = "decode" not in case.name and index % 2 == 0 or "prefill" in case.name
+    bench = case.name.startswith("bench")
+    prefill = "prefill" in case.name if bench else index % 2 == 0
     scalars = {**case.scalars, "is_prefill": prefill}
     if prefill:
         scalars["max_q_len"] = max(case.options["new"])
-    if not case.name.startswith("bench"):
+    if not bench:
         scalars["q_quant"] = "static" if index % 3 == 2 else "dynamic"
         scalars["upper_max"] = 240.0 if index % 5 == 4 else None
-    return Case(case.name, case.axes, scalars, case.dtype, {**case.options, "cache_dtype": ("float8_e4m3fn", "uint8", "int8")[0 if case.name.startswith("bench") else index % 3]})
+    cache = "float8_e4m3fn" if bench else ("float8_e4m3fn", "uint8", "int8")[index % 3]
+    return Case(case.name, case.axes, scalars, case.dtype, {**case.options, "cache_dtype": cache})
 
 
 CASES = tuple(_small() + _bench())
 CASES_FP8 = tuple(_fp8(c, i) for i, c in enumerate(CASES))
-CASES_STORE = tuple(
-    Case(f"{tokens}x{heads}x{dim}-{layout}", {"tokens": tokens, "kv_heads": heads, "head_dim": dim, "block_size": 16}, {}, dtype, {"layout": layout, "index": index})
-    for tokens, heads, dim, layout, dtype, index in (
-        (7, 8, 128, "dense", "bfloat16", np.int64), (33, 3, 64, "packed", "float16", np.int32), (5, 1, 576, "dense", "float8_e4m3fn", np.int64),
-        (9, 2, 80, "head_major", "uint8", np.int64), (65, 4, 128, "interleaved", "float32", np.int32), (12, 2, 72, "cross_layer", "int8", np.int64),
-    )
-) + tuple(
-    Case(f"bench-{n}", {"tokens": n, "kv_heads": 8, "head_dim": 128, "block_size": 64}, {}, "bfloat16", {"skipped": 0.0}) for n in (1, 64, 256, 4096)
-)  # fmt: skip
-CASES_TAIL = tuple(
-    Case(f"{n}-{layout}", {"requests": n, "kv_heads": heads, "head_dim": dim, "v_head_dim": v_dim, "block_size": bs}, {}, dtype, {"layout": layout})
-    for n, heads, dim, v_dim, bs, layout, dtype in (
-        (5, 2, 64, 64, 16, "dense", "bfloat16"), (3, 1, 192, 128, 8, "packed", "float16"), (9, 3, 72, 72, 16, "interleaved", "float8_e4m3fn"),
-    )
-) + (Case("bench-64", {"requests": 64, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "block_size": 64}, {}, "bfloat16", {}),)  # fmt: skip
+
+
+def _store(name: str, tokens: int, heads: int, dim: int, dtype: str, **options: Any) -> Case:
+    axes = {"tokens": tokens, "kv_heads": heads, "head_dim": dim, "block_size": 64 if name == "bench" else 16}
+    return Case(f"{name}-{tokens}x{heads}x{dim}", axes, {}, dtype, options)
+
+
+def _tail(name: str, requests: int, heads: int, dim: int, v_dim: int, dtype: str, block_size: int) -> Case:
+    axes = {"requests": requests, "kv_heads": heads, "head_dim": dim, "v_head_dim": v_dim, "block_size": block_size}
+    return Case(f"{name}-{requests}", axes, {}, dtype, {"layout": "dense" if name == "bench" else name})
+
+
+CASES_STORE = (
+    _store("dense", 7, 8, 128, "bfloat16", layout="dense"),
+    _store("packed", 33, 3, 64, "float16", layout="packed", index=np.int32),
+    _store("mla", 5, 1, 576, "float8_e4m3fn"),
+    _store("head-major", 9, 2, 80, "uint8", layout="head_major"),
+    _store("interleaved", 65, 4, 128, "float32", layout="interleaved", index=np.int32),
+    _store("cross-layer", 12, 2, 72, "int8", layout="cross_layer"),
+    *(_store("bench", n, 8, 128, "bfloat16", skipped=0.0) for n in (1, 64, 256, 4096)),
+)
+CASES_TAIL = (
+    _tail("dense", 5, 2, 64, 64, "bfloat16", 16),
+    _tail("packed", 3, 1, 192, 128, "float16", 8),
+    _tail("interleaved", 9, 3, 72, 72, "float8_e4m3fn", 16),
+    _tail("bench", 64, 8, 128, 128, "bfloat16", 64),
+)

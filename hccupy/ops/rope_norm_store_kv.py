@@ -105,21 +105,24 @@ def _store(cache: Any, out: Any, new: Any, r: SimpleNamespace, rows: slice) -> N
     if out is not None:
         bits(out)[rows] = np.where(r.live[rows, None, None], new, 0)
         return
-    stored = r.stored[rows]
-    bits(cache)[r.page[rows][stored], r.slot[rows][stored]] = new[stored]
+    stored = np.flatnonzero(r.stored[rows])
+    at = stored + rows.start
+    bits(cache)[r.page[at], r.slot[at]] = new[stored]
 
 
 def clear_slots(cache: Any, pages: Any, slots: Any) -> None:
     """Zero bytes in `slots` and all behind it, of each page."""
-    which, slot = np.nonzero(np.arange(cache.shape[1]) >= slots[:, None])
-    bits(cache)[pages[which], slot] = 0
+    memory = bits(cache)
+    for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
+        memory[page, slot:] = 0
 
 
 def _tails(b: SimpleNamespace, r: SimpleNamespace) -> None:
-    ends = r.last & r.stored
+    ends = np.flatnonzero(r.last & r.stored)
+    pages, slots = r.page[ends], r.slot[ends] + 1
     for cache, out in ((b.key_cache, b.out_k), (b.value_cache, b.out_v)):
         if out is None and b.tail == "zero":
-            clear_slots(cache, r.page[ends], r.slot[ends] + 1)
+            clear_slots(cache, pages, slots)
 
 
 def _blocks(tokens: int) -> list[slice]:
@@ -241,7 +244,8 @@ def derive(axes: dict[str, int], scalars: Any) -> None:
 def _rule_rotary(b: Bound) -> None:
     r, d = b.axes["rotary_dim"], b.axes["head_dim"]
     if r % 2 or r > d:
-        raise ShapeError(explain(b.op, "cos_sin", f"an even width of at most head_dim = {d}", f"{r}", "cos_sin is [positions, rotary_dim]: cosines, then sines."))
+        hint = "cos_sin is [positions, rotary_dim]: cosines, then sines."
+        raise ShapeError(explain(b.op, "cos_sin", f"an even width of at most head_dim = {d}", f"{r}", hint))
 
 
 def _rule_weights(b: Bound) -> None:
@@ -298,6 +302,10 @@ AXES = (
     Axis("rotary_dim", baked=True, meaning="width of cos_sin; even, at most head_dim; the dims behind it are not rotated"),
 )
 STRIDES = ("num_blocks", "block_size", "kv_heads")
+IMAGINE = {
+    "tokens": "1", "requests": "1", "positions": "4096", "num_blocks": "64", "block_size": "64", "max_blocks": "64",
+    "v_head_dim": "head_dim", "rotary_dim": "head_dim", "qkv_width": "(q_heads + kv_heads) * head_dim + kv_heads * v_head_dim",
+}  # fmt: skip
 SCALARS = (
     Scalar("qk_norm_policy", "choice", "none", ("none", "rope_then_norm", "norm_then_rope"), baked=True, keyword=True, meaning="RMSNorm of q and k"),
     Scalar("norm_eps", "float", 1e-6, low=0.0, keyword=True, meaning="inside the RMSNorm"),
@@ -349,6 +357,7 @@ ROPE_NORM_STORE_KV = OpSpec(
     bytes_moved=_bytes,
     cases=CASES,
     derive=derive,
+    imagine=IMAGINE,
     rules=(_rule_rotary, _rule_weights, _rule_table),
     debug=debug,
     tolerance={"": (1.0, 1.0)},  # ulps of q and K, where a pair does not cancel; V is bit-equal
@@ -382,6 +391,7 @@ ROPE_NORM_STORE_KV_FP8 = OpSpec(
     bytes_moved=_bytes,
     cases=CASES_FP8,
     derive=derive,
+    imagine=IMAGINE,
     rules=(_rule_rotary, _rule_weights, _rule_table, _rule_fp8),
     debug=debug,
     empty=(),  # without tokens q_scale and split_k_flag still have to be zeroed

@@ -73,6 +73,7 @@ STORE_KV = OpSpec(
     make_inputs=inputs_store,
     bytes_moved=_bytes_store,
     cases=CASES_STORE,
+    imagine={"tokens": "1", "num_blocks": "64", "block_size": "64"},
     tolerance={"": (0.0, 0.0)},
     source=SOURCE,
 )
@@ -99,6 +100,7 @@ ZERO_KV_TAIL = OpSpec(
     make_inputs=inputs_tail,
     bytes_moved=_bytes_tail,
     cases=CASES_TAIL,
+    imagine={"requests": "1", "num_blocks": "64", "block_size": "64", "max_blocks": "64", "v_head_dim": "head_dim"},
     empty=("requests",),
     tolerance={"": (0.0, 0.0)},
     source="zero bytes in cache[last block, seq_len % block_size:]",

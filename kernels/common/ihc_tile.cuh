@@ -5,7 +5,8 @@
 // staged in shared memory are private to their thread and need no barrier.
 //
 // Order of the sums, the same for every launch of one (hc, hidden): the elements of a chunk, the chunks of a thread,
-// the lanes of a warp, the warps of the block; the last two carry the lost bits along (WideSum). Access size,
+// the lanes of a warp, the warps of the block; all but the first carry the lost bits along (WideSum), because the
+// gates must be right also when thousands of large terms cancel. Access size,
 // tile size and staging change how elements travel, never what is added to what: a token's bits do not depend on them.
 #pragma once
 
@@ -49,12 +50,17 @@ __device__ __forceinline__ void store_chunk(typename Element<kDtype>::Type* row,
   }
 }
 
-// Adds the dot product of a chunk, summed on its own first: a long running sum takes one rounding a chunk.
-__device__ __forceinline__ void add_dot(float& total, const float (&a)[kChunk], const float (&b)[kChunk]) {
+// Tokens whose rows a thread loads at once: as many as fit `limit` bytes of registers, a divisor of `tokens`.
+__device__ constexpr int tokens_in_flight(int tokens, int bytes_each, int limit) {
+  while (tokens % 2 == 0 && tokens * bytes_each > limit) tokens /= 2;
+  return tokens;
+}
+
+__device__ __forceinline__ float dot_product(const float (&a)[kChunk], const float (&b)[kChunk]) {
   float dot = a[0] * b[0];
 #pragma unroll
   for (int k = 1; k < kChunk; ++k) dot = fmaf(a[k], b[k], dot);
-  total += dot;
+  return dot;
 }
 
 // Config holds the baked values under the names of the axes (the k names are macros of the command line):
@@ -68,6 +74,7 @@ template <class Config>
 struct IhcTile {
   static_assert(Config::hc >= 1 && Config::hc <= 8, "hc is 1 to 8");
   static_assert(Config::threads % 32 == 0, "a block is whole warps");
+  static_assert(Config::tokens == 1 || Config::tokens == 2 || Config::tokens == 4, "a tile is 1, 2 or 4 tokens");
   static constexpr int kDtype = Config::x_dtype;
   static constexpr int kChannels = Config::hc;
   static constexpr int kLength = Config::hidden;
@@ -116,29 +123,33 @@ struct IhcTile {
     }
   }
 
-  // All loads of a pass are in flight before the first is stored.
+  // The loads of a group of tokens are in flight before the first of them is stored.
   __device__ __forceinline__ void stage() const {
+    constexpr int kGroup = tokens_in_flight(kTile, kChannels * static_cast<int>(sizeof(Chunk)), 256);
 #pragma unroll 1
     for (int pass = 0; pass < kPasses; ++pass) {
       if (chunk_of(pass) >= kChunks) break;
-      Chunk chunks[kTile][kChannels];
+#pragma unroll 1
+      for (int first = 0; first < kTile; first += kGroup) {
+        Chunk chunks[kGroup][kChannels];
 #pragma unroll
-      for (int token = 0; token < kTile; ++token) {
+        for (int k = 0; k < kGroup; ++k) {
 #pragma unroll
-        for (int channel = 0; channel < kChannels; ++channel) chunks[token][channel] = read_global(token, channel, pass);
-      }
+          for (int channel = 0; channel < kChannels; ++channel) chunks[k][channel] = read_global(first + k, channel, pass);
+        }
 #pragma unroll
-      for (int token = 0; token < kTile; ++token) {
+        for (int k = 0; k < kGroup; ++k) {
 #pragma unroll
-        for (int channel = 0; channel < kChannels; ++channel) chunks[token][channel].store(slot(token, channel, pass));
+          for (int channel = 0; channel < kChannels; ++channel) chunks[k][channel].store(slot(first + k, channel, pass));
+        }
       }
     }
   }
 
   // sums[token * kSums + gate] += x . w[gate]; the last of a token's kSums is its sum of squares. This thread's share.
-  __device__ __forceinline__ void multiply(const float* w, float (&sums)[kTile * kSums]) const {
+  __device__ __forceinline__ void multiply(const float* w, WideSum (&sums)[kTile * kSums]) const {
 #pragma unroll
-    for (int k = 0; k < kTile * kSums; ++k) sums[k] = 0.0f;
+    for (int k = 0; k < kTile * kSums; ++k) sums[k] = {0.0f, 0.0f};
 #pragma unroll 1
     for (int pass = 0; pass < kPasses; ++pass) {
       if (chunk_of(pass) >= kChunks) break;
@@ -148,7 +159,7 @@ struct IhcTile {
 #pragma unroll
         for (int token = 0; token < kTile; ++token) {
           read(token, channel, pass).to_floats(values[token]);
-          add_dot(sums[token * kSums + kGates], values[token], values[token]);
+          sums[token * kSums + kGates].sum += dot_product(values[token], values[token]);
         }
 #pragma unroll
         for (int gate = 0; gate < kGates; ++gate) {
@@ -156,7 +167,9 @@ struct IhcTile {
           const float* row = w + (gate * kChannels + channel) * kLength;
           load_chunk<kFloat32, Config::weight_vec, kLength, Reader::kShared>(row, chunk_of(pass)).to_floats(weights);
 #pragma unroll
-          for (int token = 0; token < kTile; ++token) add_dot(sums[token * kSums + gate], values[token], weights);
+          for (int token = 0; token < kTile; ++token) {
+            sums[token * kSums + gate].add_compensated(dot_product(values[token], weights));
+          }
         }
       }
     }
@@ -220,7 +233,7 @@ __device__ __forceinline__ void ihc_pre_tile(const IhcTile<Config>& tile, const 
   __shared__ float warp_squares[kTile][Tile::kWarps];
   const int warp = threadIdx.x / 32;
 
-  float sums[kTile * kSums];
+  WideSum sums[kTile * kSums];
   tile.multiply(args.w, sums);
   warp_sums(sums, warp_totals[warp]);
   __syncthreads();

@@ -43,7 +43,19 @@ struct WideSum {
   float sum;
   float lost;
 
-  __device__ __forceinline__ float rounded() const { return sum + lost; }
+  // A sum that overflowed has lost its meaning, not its value.
+  __device__ __forceinline__ float rounded() const {
+    const float total = sum + lost;
+    return total == total ? total : sum;
+  }
+
+  // Kahan's step: 4 additions.
+  __device__ __forceinline__ void add_compensated(float value) {
+    const float added = value + lost;
+    const float total = sum + added;
+    lost = added - (total - sum);
+    sum = total;
+  }
 };
 
 // Exact but for the rounding of `lost`, and the same for (b, a). 8 additions.
@@ -83,18 +95,15 @@ __device__ __forceinline__ void share_out(WideSum (&values)[kCount], int& first,
 // Sum over the warp of each of kCount values; sums[k] (any memory, one array per warp) receives value k.
 // Each value is added over lanes at distance 16, 8, 4, 2, 1: the bits do not depend on kCount. The lanes share the
 // values out as they add (each step halves what a lane still carries), so the cost is about 2 * (kCount + 5)
-// shuffles instead of 10 * kCount. No barrier inside.
+// shuffles instead of 10 * kCount. No barrier inside; `values` is used up.
 template <int kCount>
-__device__ __forceinline__ void warp_sums(const float (&values)[kCount], WideSum* sums) {
-  WideSum wide[kCount];
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) wide[k] = {values[k], 0.0f};
+__device__ __forceinline__ void warp_sums(WideSum (&values)[kCount], WideSum* sums) {
   int first = 0;
   int held = kCount;
-  share_out<kCount, 16>(wide, first, held);
+  share_out<kCount, 16>(values, first, held);
 #pragma unroll
   for (int k = 0; k < (kCount + 31) / 32; ++k) {
-    if (k < held) sums[first + k] = wide[k];
+    if (k < held) sums[first + k] = values[k];
   }
 }
 

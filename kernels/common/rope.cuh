@@ -23,7 +23,7 @@ struct HeadLanes {
   static_assert(kRotary % 2 == 0 && kRotary <= kDim, "rotary_dim must be even and at most head_dim");
   static constexpr int half = kRotary / 2;
   static constexpr int chunk = common_divisor(common_divisor(kInterleaved ? kRotary : half, kDim), 8);
-  static constexpr int rotary_slots = kInterleaved ? 0 : half / chunk;          // slots whose chunks are partners
+  static constexpr int rotary_slots = kInterleaved ? 0 : half / chunk;  // slots whose chunks are partners
   static constexpr int single_chunks = (kInterleaved ? kDim : kDim - kRotary) / chunk;  // chunks without a partner
   static constexpr int single_slots = (single_chunks + 1) / 2;
   static constexpr int slots = rotary_slots + single_slots;
@@ -37,10 +37,14 @@ struct HeadLanes {
     if (single < 0) return which * half + slot * chunk;
     return kDim - single_chunks * chunk + (which * single_slots + single) * chunk;
   }
-  static __device__ __forceinline__ bool exists(int slot, int which) { return slot < slots && element(slot, which) < kDim; }
+  static __device__ __forceinline__ bool exists(int slot, int which) {
+    return slot < slots && element(slot, which) < kDim;
+  }
 
   // Where in the cosine half of the table this chunk's angles start, and whether it is rotated at all.
-  static __device__ __forceinline__ int angle(int slot, int which) { return kInterleaved ? element(slot, which) / 2 : slot * chunk; }
+  static __device__ __forceinline__ int angle(int slot, int which) {
+    return kInterleaved ? element(slot, which) / 2 : slot * chunk;
+  }
   static __device__ __forceinline__ bool rotated(int slot, int which) {
     return kInterleaved ? slot < slots && element(slot, which) < kRotary : slot < rotary_slots;
   }
@@ -157,7 +161,8 @@ struct Row {
   int request = -1;     // -1: padding
   int place = 0;        // among its request's new tokens
   bool last = false;    // the last of them
-  bool live = false;    // q is computed; otherwise q is zero
+  bool placed = false;  // its position is a row of cos_sin
+  bool live = false;    // and its page is good or null: q is computed; otherwise q is zero
   bool stored = false;  // K and V are written
   int position = 0;
   int page = 0;
@@ -183,6 +188,7 @@ __device__ __forceinline__ Row locate_row(const Metadata& m, int token) {
   const long long position = static_cast<long long>(seq_len) - (end - token);
   if (position < 0 || position >= m.positions) return row;
   row.position = static_cast<int>(position);
+  row.placed = true;
   if constexpr (!kPaged) {
     row.live = true;
     return row;

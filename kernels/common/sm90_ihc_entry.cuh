@@ -10,7 +10,7 @@ using BakedRmsWeight = Element<baked::rms_weight_dtype>::Type;
 }  // namespace hccupy
 
 #ifdef HCCUPY_ENTRY_PRE
-extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, hccupy::BakedKernel::kBlocks)
     ihc_pre(const hccupy::BakedX* x, const float* w, const float* hc_scale, const float* hc_base, const hccupy::BakedRmsWeight* rms_weight,
             hccupy::BakedX* y, float* h_post, long long x_stride_tokens, long long x_stride_hc, long long y_stride_tokens,
             long long h_post_stride_tokens, float norm_eps, float hc_eps, float magnitude, float rms_eps, int tokens) {
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, 1)
 #endif
 
 #ifdef HCCUPY_ENTRY_HEAD
-extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, hccupy::BakedKernel::kBlocks)
     ihc_head(const hccupy::BakedX* x, const float* w, const float* hc_scale, const float* hc_base, const hccupy::BakedRmsWeight* rms_weight,
              hccupy::BakedX* y, long long x_stride_tokens, long long x_stride_hc, long long y_stride_tokens, float norm_eps, float hc_eps,
              float rms_eps, int tokens) {
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, 1)
 #endif
 
 #ifdef HCCUPY_ENTRY_POST_PRE
-extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, hccupy::BakedKernel::kBlocks)
     ihc_post_pre(const hccupy::BakedX* x, const hccupy::BakedX* residual, const float* h_post, const float* w, const float* hc_scale,
                  const float* hc_base, const hccupy::BakedRmsWeight* rms_weight, hccupy::BakedX* y, hccupy::BakedX* z, float* h_post_next,
                  long long x_stride_tokens, long long residual_stride_tokens, long long residual_stride_hc, long long h_post_stride_tokens,
