@@ -35,7 +35,7 @@ def meta(array: Any) -> Meta:
     item = array.dtype.itemsize or 1
     if any(s % item for s in array.strides):
         raise LayoutError(
-            f"NumPy array of {array.dtype.name} with byte strides {array.strides}: strides must be whole elements. "
+            f"expected strides of whole elements, got byte strides {array.strides} of {array.dtype.name}. "
             "Copy it first (a field of a structured array)."
         )
     return Meta(array.shape, tuple(s // item for s in array.strides), array.dtype.name, CPU, not array.flags.writeable)
