@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 from .errors import ArgumentError, NoGpuError
 
@@ -66,7 +66,7 @@ def from_capability(major: int, minor: int, supported: tuple[int, ...]) -> Arch:
     return replace(row, name=f"compute_{max(older)}", cc=(major, minor), ptx=True)
 
 
-@lru_cache(maxsize=None)
+@cache
 def of_device(index: int) -> Arch:
     """The Arch of CUDA device `index`, with its own multiprocessor count and shared memory size."""
     from . import cuda  # here, because importing hccupy must not touch CUDA

@@ -31,7 +31,7 @@ class Binding:
         launcher: Launcher | None,
     ) -> None:
         self.spec, self.framework, self.bound, self.lead, self.launcher = spec, framework, bound, lead, launcher
-        self.arrays: tuple[Arg | Out, ...] = (*spec.args, *spec.outputs)
+        self.arrays = spec.arrays
         self.first_out = len(spec.args)
         self.fresh: list[tuple[int, tuple[int, ...], Dtype]] = []
         for i, o in enumerate(spec.outputs):
@@ -120,8 +120,7 @@ class Binding:
         """A NumPy array with its leading shape folded into tokens; a view, which `check.layout` made sure of."""
         if array is None or not a.lead:
             return array
-        cut = array.ndim - (len(a.axes) - 1)  # type: ignore[arg-type]
-        return array.reshape(self.bound.axes["tokens"], *array.shape[cut:])
+        return array.reshape(self.bound.axes["tokens"], *array.shape[len(self.lead or ()) :])
 
     def returned(self, results: Sequence[Any], updated: tuple[Any, ...] = ()) -> Any:
         """What the caller gets: the outputs, then (immutable frameworks) the updated caches."""

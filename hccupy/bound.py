@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import api, cuda
@@ -78,8 +78,8 @@ def bind(op: str, *args: Any, **kwargs: Any) -> BoundCall:
     call = inspect.signature(getattr(api, op)).bind(*args, **kwargs)
     call.apply_defaults()
     words = call.arguments
-    given = [words[p.name] for p in spec.params]
-    outs = [words.get(o.keyword) if o.keyword else None for o in spec.outputs]
+    given: Sequence[Any] = [words[p.name] for p in spec.params]
+    outs: Sequence[Any] = [words.get(o.keyword) if o.keyword else None for o in spec.outputs]
     framework, given, outs, pointers, binding = prepare(spec, given, outs, words["stream"])
     if binding is None:
         raise FrameworkError(explain(op, "arrays", "NumPy, CuPy, PyTorch or DLPack arrays", f"{framework.NAME} arrays", "Under JAX, jax.jit is the bound call."))

@@ -6,13 +6,13 @@ the headers. One load a device and process; a compile or load is refused while a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
 import tempfile
 import threading
 import time
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def kernels_dir() -> Path:
     raise CompileError(f"hccupy: the CUDA sources were not found beside {here}. Reinstall hccupy.")
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def sources() -> dict[str, bytes]:
     """Every kernel file by its path inside kernels/. Read once: a running process keeps what it started with."""
     root = kernels_dir()
@@ -44,7 +44,7 @@ def sources() -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() for p in files}
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def sources_digest() -> bytes:
     """sha256 over names and bytes of all kernel files."""
     digest = hashlib.sha256()

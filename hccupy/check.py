@@ -6,10 +6,11 @@ error that names op, argument, what was expected, what came, and how to mend it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -18,7 +19,6 @@ from .arrays import Meta
 from .dtypes import BY_NAME
 from .errors import ArgumentError, DeviceError, DtypeError, FrameworkError, LayoutError, ShapeError, explain
 from .spec import Arg, Bound, OpSpec, Out, Scalar
-
 
 FP32_MAX = 3.4028234663852886e38
 
@@ -125,7 +125,7 @@ def _dtypes(spec: OpSpec, metas: Mapping[str, Meta]) -> dict[str, str]:
 # ---- shapes -----------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(expression: str) -> CodeType:
     return compile(expression, "<axis>", "eval")
 
@@ -220,7 +220,7 @@ def layout(spec: OpSpec, p: Arg | Out, meta: Meta, lead: tuple[int, ...] | None,
     name = _keyword(spec, p.name)
     shape, strides = meta.shape, meta.strides
     if p.lead and lead is not None:
-        cut = len(shape) - (len(p.axes) - 1)
+        cut = len(lead)
         token = _merged(shape[:cut], strides[:cut])
         if token is None:
             hint = "Make it contiguous (.contiguous(), numpy.ascontiguousarray)."
@@ -253,7 +253,7 @@ def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     pairs = [(n, s) for n, s in zip(shape, strides, strict=True) if n != 1]
     if not pairs or 0 in shape:
         return 0
-    for (_, outer), (n, inner) in zip(pairs, pairs[1:], strict=False):
+    for (_, outer), (n, inner) in itertools.pairwise(pairs):
         if outer != n * inner:
             return None
     return pairs[-1][1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from .errors import LaunchError, NoGpuError
@@ -16,7 +16,7 @@ from .errors import LaunchError, NoGpuError
 _PID = os.getpid()
 
 
-@lru_cache(maxsize=None)
+@cache
 def cupy() -> Any:
     """The CuPy module, or NoGpuError with the words to install it."""
     try:
@@ -29,7 +29,7 @@ def cupy() -> Any:
     return module
 
 
-@lru_cache(maxsize=None)
+@cache
 def nvrtc() -> Any:
     """CuPy's NVRTC binding; works without a GPU and without a driver."""
     cupy()
@@ -95,7 +95,7 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
-@lru_cache(maxsize=None)
+@cache
 def driver() -> Any:
     """libcuda through ctypes."""
     try:

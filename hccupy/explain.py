@@ -7,8 +7,8 @@ from typing import Any
 
 from . import arch as arches
 from . import check, cuda, plan
-from .arrays import Meta
 from .arch import Arch
+from .arrays import Meta
 from .errors import ArgumentError, DtypeError, HccupyError, ShapeError, explain
 from .ops import get
 from .spec import Arg, Bound, OpSpec

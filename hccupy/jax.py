@@ -7,6 +7,7 @@ the pipeline's own plan, kernel and reference do the rest. Mutated caches are in
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -29,7 +30,7 @@ def on_cuda(spec: OpSpec, given: Sequence[Any]) -> bool:
     """Is the first array (a tracer counts by the default backend) on a GPU?"""
     name, array = next((p.name, v) for p, v in zip(spec.params, given, strict=True) if isinstance(p, Arg))
     if isinstance(array, jax.core.Tracer):
-        return jax.default_backend() == "gpu"
+        return str(jax.default_backend()) == "gpu"
     return view(spec.name, name, array)[1].device[0] == "cuda"
 
 
@@ -53,6 +54,8 @@ def run(spec: OpSpec, given: Sequence[Any]) -> Any:
                 arrays.append(value)
         else:
             scalars.append(check.scalar(spec, p, value))
+    if spec.debug is not None and concrete(given) and os.environ.get("HCCUPY_DEBUG") == "1":
+        _debug(spec, given)
     results = _jitted(spec.name, tuple(present), tuple(scalars))(*arrays)
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -62,6 +65,19 @@ def refuse_outs(spec: OpSpec, outs: Sequence[Any]) -> None:
     for o, value in zip(spec.outputs, outs, strict=True):
         if value is not None:
             raise ArgumentError(explain(spec.name, o.keyword or o.name, "None with JAX arrays", "an array", "JAX arrays are immutable: use the returned ones."))
+
+
+def _debug(spec: OpSpec, given: Sequence[Any]) -> None:
+    """HCCUPY_DEBUG=1: look at the metadata on the host first. Inside jax.jit there are no values to look at."""
+    metas = {p.name: view(spec.name, p.name, v)[1] for p, v in zip(spec.params, given, strict=True) if isinstance(p, Arg) and v is not None}
+    scalars = {p.name: v for p, v in zip(spec.params, given, strict=True) if not isinstance(p, Arg)}
+    bound = check.bind(spec, metas, scalars, "jax", dict.fromkeys(metas, 0))
+    b = SimpleNamespace(axes=bound.axes, **bound.scalars, **{a.name: None for a in spec.arrays})
+    for p, value in zip(spec.params, given, strict=True):
+        if p.name in metas and metas[p.name].dtype in ("int32", "int64"):
+            setattr(b, p.name, np.asarray(value))
+    if spec.debug is not None:
+        spec.debug(b)
 
 
 @lru_cache(maxsize=4096)
@@ -87,7 +103,7 @@ def _traced(spec: OpSpec, present: tuple[bool, ...], scalars: tuple[Any, ...], *
             aliases[names.index(p.name)] = len(shapes)
             shapes.append(jax.ShapeDtypeStruct(metas[p.name].shape, BY_NAME[metas[p.name].dtype].np))
     order = names, [o.name for o in made], [p.name for p in spec.args if p.mutated and p.name in metas]
-    callback = partial(_callback, spec, bound, order, _Launchers(spec, bound))
+    callback = partial(_callback, spec, bound, order, _Launchers(spec, bound, lead))
     call = buffer_callback(callback, tuple(shapes), input_output_aliases=aliases, command_buffer_compatible=True)
     results = list(call(*arrays))
     heads = [results.pop(0) if o.name in order[1] else None for o in spec.outputs if o.allocate]
@@ -101,8 +117,8 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 class _Launchers:
     """The kernel of a traced call, built at its first run on each device (XLA's warm-up run, before any capture)."""
 
-    def __init__(self, spec: OpSpec, bound: Bound) -> None:
-        self.spec, self.bound = spec, bound
+    def __init__(self, spec: OpSpec, bound: Bound, lead: tuple[int, ...] | None) -> None:
+        self.spec, self.bound, self.lead = spec, bound, lead or ()
         self.by_device: dict[int, launch.Launcher] = {}
         self.lock = threading.Lock()
 
@@ -122,14 +138,14 @@ def _callback(spec: OpSpec, bound: Bound, order: Any, launchers: _Launchers, ctx
     buffers.update(zip([*made, *mutated], outs, strict=True))
     if not all(bound.axes[a] for a in spec.empty):
         return
-    slots = [a.name for a in (*spec.args, *spec.outputs)]
+    slots = [a.name for a in spec.arrays]
     kind = next(iter(buffers.values())).__dlpack_device__()[0]
     if int(kind) in dlpack_.CPU_KINDS:
         views: dict[str, Any] = {n: dlpack_.to_numpy(dlpack_.Foreign(buffers[n])) if n in buffers else None for n in slots}
-        for a in (*spec.args, *spec.outputs):
+        for a in spec.arrays:
             if a.lead and views[a.name] is not None:
                 v = views[a.name]
-                views[a.name] = v.reshape(bound.axes["tokens"], *v.shape[v.ndim - (len(a.axes) - 1) :])
+                views[a.name] = v.reshape(bound.axes["tokens"], *v.shape[len(launchers.lead) :])
         spec.reference(SimpleNamespace(axes=bound.axes, **bound.scalars, **views))
         return
     pointers = [_pointer(buffers[n]) if n in buffers else 0 for n in slots]
@@ -139,5 +155,4 @@ def _callback(spec: OpSpec, bound: Bound, order: Any, launchers: _Launchers, ctx
 
 def _pointer(buffer: Any) -> int:
     """Device address of a buffer; only the pointer is read, so no stream has to wait."""
-    capsule = dlpack_.Capsule(buffer.__dlpack__())
-    return capsule.ptr
+    return int(dlpack_.Capsule(buffer.__dlpack__()).ptr)

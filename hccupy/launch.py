@@ -20,18 +20,17 @@ from .spec import Bound, OpSpec
 
 def parameters(spec: OpSpec) -> Iterator[tuple[str, str]]:
     """(name, type) of every kernel parameter, type one of "pointer", "long long", "float", "int"."""
-    arrays = (*spec.args, *spec.outputs)
-    for a in arrays:
+    for a in spec.arrays:
         yield a.name, "pointer"
-    for a in arrays:
+    for a in spec.arrays:
         for axis in a.strides:
             yield f"{a.name}_stride_{axis}", "long long"
     for s in spec.scalars:
         if s.in_kernel and not s.baked:
             yield s.name, "float" if s.kind == "float" else "int"
-    for axis in spec.axes:
-        if not axis.baked:
-            yield axis.name, "int"
+    for length in spec.axes:
+        if not length.baked:
+            yield length.name, "int"
 
 
 _FORMAT = {"pointer": "Q", "long long": "q", "float": "f", "int": "i"}
@@ -40,7 +39,7 @@ _FORMAT = {"pointer": "Q", "long long": "q", "float": "f", "int": "i"}
 def values(spec: OpSpec, bound: Bound) -> list[int | float]:
     """The values after the pointers, in the order of `parameters`."""
     out: list[int | float] = []
-    for a in (*spec.args, *spec.outputs):
+    for a in spec.arrays:
         names = a.axes if isinstance(a.axes, tuple) else ()
         for axis in a.strides:
             out.append(bound.strides[a.name][names.index(axis)] if bound.has(a.name) else 0)
@@ -73,8 +72,7 @@ class Launcher:
     def block(self) -> tuple[Any, Any, int, Any, int]:
         """This thread's (buffer, config, config address, keep-alive, parameter array address)."""
         cuda.ensure_context()
-        buffer = ctypes.create_string_buffer(8 * self.pointers + len(self.rest))
-        buffer[8 * self.pointers : 8 * self.pointers + len(self.rest)] = self.rest  # type: ignore[assignment]
+        buffer = ctypes.create_string_buffer(bytes(8 * self.pointers) + self.rest, 8 * self.pointers + len(self.rest))
         table = (ctypes.c_void_p * len(self.sizes))()
         offset = ctypes.addressof(buffer)
         for i, size in enumerate(self.sizes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ def _fake(ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: 
     """An ndarray over that memory which nobody reads (it may be device memory)."""
 
     class Holder:
-        __array_interface__ = {
+        __array_interface__: ClassVar[dict[str, Any]] = {
             "data": (ptr, False),
             "shape": shape,
             "strides": tuple(s * itemsize for s in strides),

@@ -10,7 +10,6 @@ from .dtypes import BY_NAME
 from .errors import ArgumentError, ShapeError, explain
 from .spec import Bound, Launch, OpSpec
 
-
 MOST_BLOCKS = 2**31 - 1  # CUDA's limit of grid.x
 
 
@@ -40,7 +39,7 @@ def camel(name: str) -> str:
 def base_defines(spec: OpSpec, bound: Bound) -> dict[str, int]:
     """What every variant of an op is compiled with: baked axes, dtypes, presence, baked scalars."""
     defines = {camel(a.name): bound.axes[a.name] for a in spec.axes if a.baked}
-    for array in (*spec.args, *spec.outputs):
+    for array in spec.arrays:
         present = bound.has(array.name)
         defines[f"{camel(array.name)}Dtype"] = BY_NAME[bound.dtypes[array.name]].code if present else 0
         if getattr(array, "optional", False) or not getattr(array, "allocate", True) or getattr(array, "when", None):

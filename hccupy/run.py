@@ -22,7 +22,7 @@ MEMO_LIMIT = 4096  # a server sees thousands of token counts; past this the memo
 
 def run(spec: OpSpec, given: Sequence[Any], outs: Sequence[Any] = (), stream: Any = None) -> Any:
     """Run an op. `given`: parameters in signature order; `outs`: caller's outputs in spec order (None: allocate)."""
-    framework, given, outs, pointers, binding = prepare(spec, given, outs, stream)
+    _, given, outs, pointers, binding = prepare(spec, given, outs, stream)
     if binding is None:
         from . import jax
 
@@ -84,12 +84,12 @@ def bind(spec: OpSpec, framework: ModuleType, given: Sequence[Any], outs: Sequen
             scalars[p.name] = value
         elif value is not None:
             metas[p.name] = arrays.view(spec.name, word(p), value)[1]
-    slots = [a.name for a in (*spec.args, *spec.outputs)]
+    slots = [a.name for a in spec.arrays]
     addresses = dict(zip(slots, pointers, strict=True))
     bound = check.bind(spec, metas, scalars, framework.NAME, addresses)  # 2
     launcher = None
     if bound.device[0] == "cuda" and all(bound.axes[a] for a in spec.empty):
-        kind, index = bound.device
+        _kind, index = bound.device
         handle = framework.stream(index, given[0]) if stream is None else stream_handle(stream)
         if cuda.is_capturing(handle):
             raise CaptureError(

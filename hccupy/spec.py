@@ -173,6 +173,11 @@ class OpSpec:
         return tuple(p for p in self.params if isinstance(p, Arg))
 
     @property
+    def arrays(self) -> tuple[Arg | Out, ...]:
+        """Every array in the kernels' order: parameters, then outputs."""
+        return (*self.args, *self.outputs)
+
+    @property
     def scalars(self) -> tuple[Scalar, ...]:
         """The scalars among the parameters."""
         return tuple(p for p in self.params if isinstance(p, Scalar))

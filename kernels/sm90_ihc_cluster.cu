@@ -30,10 +30,7 @@ struct IhcCluster {
   // The gates that are only returned: a warp of their own, or (where it would cost registers) one warp does both in turn.
   static constexpr bool kGateWarp = kRanks == 16;
   static constexpr int kThreads = (kWarps + kGateWarp) * 32;
-#ifndef MINB
-#define MINB 1
-#endif
-  static constexpr int kBlocks = MINB;
+  static constexpr int kBlocks = 1;  // an SM; two (72 registers) spill and win nothing
   static constexpr int kUnits = 2 * kWarps;
   static constexpr int kBlockChunks = kChunks / kRanks;
   static constexpr int kQuads = kPartials / 4;
@@ -109,7 +106,6 @@ struct IhcCluster {
     const long long token = first + g;
     const char* from = Shape::kPost ? a.residual : a.x;
     const long long tokens_stride = Shape::kPost ? a.residual_tokens : a.x_tokens, hc_stride = Shape::kPost ? a.residual_hc : a.x_hc;
-#ifndef NOPRE
     if (has_columns && has_token && t == 0) {
 #pragma unroll
       for (int i = 0; i < kHc; ++i) prefetch_line(from + 2 * (token * tokens_stride + i * hc_stride + column));
@@ -118,7 +114,6 @@ struct IhcCluster {
         if (warp == 0) prefetch_line(a.h_post + token * a.h_post_tokens);
       }
     }
-#endif
     wait_for_previous_grid();
 
     uint4 x[kHc] = {};

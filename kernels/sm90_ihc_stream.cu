@@ -49,29 +49,24 @@ struct IhcStream {
   static constexpr int kNormSlotBytes = kRanks * kTileTokens * 4;
   static constexpr int kPerStageBytes =
       kStageBytes + 2 * kSlotBytes + (Shape::kPost ? kTileTokens * kHc * 4 : 0) + (Shape::kHasNorm ? 2 * kNormSlotBytes : 0) + 7 * 8;
-  static constexpr int kFixedBytes = 2 * kMmaWarps * kPartials * 4 + 4 * 8 + (Shape::kHasNorm ? kColumns * 4 + kTileTokens * (kColumns / 32) * 4 : 0);
+  static constexpr int kFixedBytes = 2 * kMmaWarps * kPartials * 4 + 6 * 8 + (Shape::kHasNorm ? kColumns * 4 + kTileTokens * (kColumns / 32) * 4 : 0);
   static constexpr int kMostBytes = 232448;  // what a block may have on sm_90
   static constexpr int kFit = (kMostBytes - kFixedBytes) / kPerStageBytes;
   static constexpr int kStages = kFit > 6 ? 6 : kFit;
   static constexpr int kSlots = 2 * kStages;
   static constexpr int kSharedBytes = kFixedBytes + kStages * kPerStageBytes;
   static constexpr int kWeightRegisters = kUnits * Shape::kHalf * UnitWeights<kXDtype, Shape::kHalf>::kRegisters;
-#ifndef NUNROLL
-#define NUNROLL 2
-#endif
-#ifndef INFLIGHT
-#define INFLIGHT 2
-#endif
-#ifndef XPRE
-#define XPRE 2
-#endif
-#ifndef AHEAD
-#define AHEAD 1
-#endif
-  static constexpr bool kAhead = AHEAD && kWeightRegisters <= (Shape::kPost ? 120 : 144);  // room to read the next unit's x in advance
-  static constexpr int kUnitsAtOnce = kWeightRegisters <= 96 ? 3 : kAhead ? 2 : 1;
-  static constexpr bool kWide = kWeightRegisters > 144 || (kAhead && kWeightRegisters > 120);
+  static constexpr int kInFlight = 2;  // 1 starves memory (89 us at 4096), 3 costs 1 to 7 us at 1024 to 16384
+  static constexpr int kUnitsAtOnce = kWeightRegisters <= 96 ? 3 : 1;
+  static constexpr bool kWide = kWeightRegisters > 144;
   static constexpr int kMmaRegisters = kWide ? 208 : 200, kApplyRegisters = kWide ? 64 : 80, kHelperRegisters = 32;
+  // Bulk-copied weights come through the last two stages of the ring, in rows of (channel, output); 16 bytes more a row keep the 8
+  // lanes of an access on different banks.
+  static constexpr bool kBulkWeights = kVec == 8;
+  static constexpr int kWeightRowBytes = 4 * kColumns + 16;
+  static constexpr int kWeightRows = Shape::kUsedOutputs * kHc;
+  static constexpr int kWeightStages = 2;
+  static_assert(kWeightRows * kWeightRowBytes <= kWeightStages * kStageBytes && kWeightRows <= 32, "weights fit in two stages");
   static_assert(kStages >= 2, "a ring needs two stages");
   static_assert(kWeightRegisters <= 168, "the weights of a chunk must fit in the registers of a warp");
   static_assert(kPartials * 4 % 16 == 0 && kStageBytes % 16 == 0 && kSlotBytes % 16 == 0, "the parts of shared memory stay aligned");
@@ -83,7 +78,7 @@ struct IhcStream {
   float* norm_slots;   // [kSlots][kRanks][kTileTokens]
   float* norm_weight;  // [kColumns]
   float* norm_groups;  // [kTileTokens][kColumns / 32]
-  Barrier *full, *empty, *y_full, *slot_full, *norm_full, *partials_full, *partials_empty;
+  Barrier *full, *empty, *y_full, *slot_full, *norm_full, *partials_full, *partials_empty, *weights_full, *weights_read;
   int rank, lane, tiles, rounds, cluster, clusters, rest_first, rest_count;
 
   __device__ __forceinline__ void place() {
@@ -109,6 +104,8 @@ struct IhcStream {
     norm_full = reinterpret_cast<Barrier*>(take(kSlots * 8));
     partials_full = reinterpret_cast<Barrier*>(take(2 * 8));
     partials_empty = reinterpret_cast<Barrier*>(take(2 * 8));
+    weights_full = reinterpret_cast<Barrier*>(take(8));
+    weights_read = reinterpret_cast<Barrier*>(take(8));
   }
 
   // Whole tiles are interleaved over the clusters; the tokens that are left are dealt out evenly as one smaller tile each.
@@ -129,17 +126,6 @@ struct IhcStream {
   __device__ __forceinline__ int tile_first(int tile) const { return tile < rounds ? (tile * clusters + cluster) * kTileTokens : rest_first; }
   __device__ __forceinline__ int tile_count(int tile) const { return tile < rounds ? kTileTokens : rest_count; }
 
-#ifdef PROBE
-  static __device__ __forceinline__ void probe(const IhcArguments& a, int at) {
-    unsigned long long* to = reinterpret_cast<unsigned long long*>(const_cast<void*>(a.rms_weight));
-    unsigned long long now; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    if ((threadIdx.x & 31) == 0 && at < 64) to[blockIdx.x * 128 + at] = now, to[blockIdx.x * 128 + 64 + at] = clock64();
-  }
-#define MARK(at) probe(a, at)
-#else
-#define MARK(at)
-#endif
-
   struct Turn {  // index of a ring and the parity of its round
     int index = 0;
     unsigned int parity = 0;
@@ -158,17 +144,16 @@ struct IhcStream {
     for (int k = lane; k < kWords; k += 32) reinterpret_cast<Word*>(to)[k] = reinterpret_cast<const Word*>(from)[k];
   }
 
-  // The first tiles, before the previous kernel has ended.
-  __device__ __forceinline__ void prefetch_tiles(const IhcArguments& a) const {
-    const int token = lane / kHc, channel = lane % kHc;
-    const long long column = static_cast<long long>(rank) * kColumns;
-    const char* from = (Shape::kPost ? a.residual : a.x) + 2 * column;
-    const long long token_stride = 2 * (Shape::kPost ? a.residual_tokens : a.x_tokens), hc_stride = 2 * (Shape::kPost ? a.residual_hc : a.x_hc);
-    for (int tile = 0; tile < tiles && tile < XPRE; ++tile) {
-      const int first = tile_first(tile), count = tile_count(tile);
-      if (token < count) bulk_prefetch(from + (first + token) * token_stride + channel * hc_stride, kRowBytes);
-      if (Shape::kPost && lane < count) bulk_prefetch(a.x + 2 * ((first + lane) * a.x_tokens + column), kRowBytes);
-    }
+  // The raw weights of this block, by two warps: a bulk copy a lane is a serial loop, 16 halve it.
+  __device__ __forceinline__ char* weight_rows() const { return stages + (kStages - kWeightStages) * kStageBytes; }
+  __device__ __forceinline__ void load_weight_rows(const IhcArguments& a, int half) const {
+    constexpr int kRows = kWeightRows / 2;
+    if (lane == 0) barrier_expect(weights_full, kRows * 4 * kColumns);
+    __syncwarp();
+    const int from = half * kRows + lane, output = from / kHc, channel = from % kHc;
+    if (lane < kRows)
+      bulk_load(weight_rows() + (channel * Shape::kUsedOutputs + output) * kWeightRowBytes, a.w + static_cast<long long>(from) * Shape::kHidden + rank * kColumns,
+                4 * kColumns, weights_full);
   }
 
   __device__ __forceinline__ void load_tiles(const IhcArguments& a) {
@@ -178,21 +163,24 @@ struct IhcStream {
     Turn turn, come;
     for (int tile = 0; tile < tiles; ++tile) {
       const int first = tile_first(tile), count = tile_count(tile);
-      // Memory serves all that is asked for alike: with every stage in flight the first tile came when the last did, 2 us late.
-      if (tile >= INFLIGHT) {
+      // Memory serves all that is asked for alike: with every stage in flight the first tile comes when the last does.
+      if (tile >= kInFlight) {
         barrier_wait(&full[come.index], come.parity);
         come.next(kStages);
       }
       char* stage = stages + turn.index * kStageBytes;
       Barrier* barrier = &full[turn.index];
       barrier_wait(&empty[turn.index], turn.parity ^ 1);
+      if (kBulkWeights && tile < kStages && tile >= kStages - kWeightStages) barrier_wait(weights_read, 0);
       if constexpr (kVec == 8) {
         if (lane == 0) barrier_expect(barrier, count * (kHc + (Shape::kPost ? 1 : 0)) * kRowBytes);
         __syncwarp();
         const int token = lane / kHc, channel = lane % kHc;
-        if (token < count) bulk_load(stage + token * kTokenBytes + channel * kRowBytes, from + (first + token) * token_stride + channel * hc_stride, kRowBytes, barrier);
+        if (token < count)
+          bulk_load(stage + token * kTokenBytes + channel * kRowBytes, from + (first + token) * token_stride + channel * hc_stride, kRowBytes, barrier);
         if constexpr (Shape::kPost) {
-          if (lane < count) bulk_load(stage + kTileTokens * kTokenBytes + lane * kPostBytes, a.x + 2 * ((first + lane) * a.x_tokens + column), kRowBytes, barrier);
+          if (lane < count)
+            bulk_load(stage + kTileTokens * kTokenBytes + lane * kPostBytes, a.x + 2 * ((first + lane) * a.x_tokens + column), kRowBytes, barrier);
         }
       } else {
         for (int row = 0; row < count * kHc; ++row) {
@@ -217,6 +205,23 @@ struct IhcStream {
 
   // ---- mma ------------------------------------------------------------------------------------------------------
 
+  // Shape::load_unit from the rows in shared memory; `unit` counts from this block's first.
+  __device__ __forceinline__ void read_unit(int unit, float (&values)[Shape::kHalf][8]) const {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int b = 0; b < Shape::kHalf; ++b) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) values[b][k] = 0.0f;
+      if (g < Shape::kUsedOutputs) {
+        const int row = ((unit & 1) * Shape::kHalf + b) * Shape::kUsedOutputs + g;
+        const float4* from = reinterpret_cast<const float4*>(weight_rows() + row * kWeightRowBytes + ((unit >> 1) * 32 + t * 8) * 4);
+        const float4 low = from[0], high = from[1];
+        values[b][0] = low.x, values[b][1] = low.y, values[b][2] = low.z, values[b][3] = low.w;
+        values[b][4] = high.x, values[b][5] = high.y, values[b][6] = high.z, values[b][7] = high.w;
+      }
+    }
+  }
+
   __device__ __forceinline__ void multiply_tiles(const IhcArguments& a, int warp) {
     const int g = lane >> 2, t = lane & 3;
     const int first_unit = (rank * kMmaWarps + warp) * kUnits;
@@ -227,21 +232,28 @@ struct IhcStream {
     typename Shape::Weights weights[kUnits];
     {
       float values[kUnits][Shape::kHalf][8];
+      if constexpr (kBulkWeights) {
+        barrier_wait(weights_full, 0);
+      } else {
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) Shape::load_unit(a.w, first_unit + u, lane, values[u]);
+        for (int u = 0; u < kUnits; ++u) Shape::load_unit(a.w, first_unit + u, lane, values[u]);
+      }
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
+        if constexpr (kBulkWeights) read_unit(warp * kUnits + u, values[u]);
         weights[u].split(values[u]);
         if (rows == 100 + u) return;
       }
+      if constexpr (kBulkWeights) {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(weights_read);
+      }
     }
-    if (warp == 0) MARK(1);
     cluster_wait();
     // The chunk's first unit is odd where kUnits is: its group and half are known at run time only, its address is linear enough.
     Turn turn, pair;
     for (int tile = 0; tile < tiles; ++tile) {
       barrier_wait(&full[turn.index], turn.parity);
-      if (warp == 0) MARK(8 + 4 * tile);
       char* stage = stages + turn.index * kStageBytes;
       float h[kHc];
       if constexpr (Shape::kPost) {
@@ -256,25 +268,15 @@ struct IhcStream {
         return reinterpret_cast<uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes + ((warp * kUnits + u) >> 1) * 64 + t * 16);
       };
       float4 total;
-      uint4 next[Shape::kHalf], next_post;
-#pragma unroll
-      for (int b = 0; kAhead && b < Shape::kHalf; ++b) next[b] = *place(0, b);
-      if (kAhead && Shape::kPost) next_post = *post_place(0);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         uint4 v[Shape::kHalf];
-        const uint4 v_post = kAhead ? next_post : *post_place(u);
 #pragma unroll
-        for (int b = 0; b < Shape::kHalf; ++b) {
-          v[b] = next[b];
-          if (kAhead && u + 1 < kUnits) next[b] = *place(u + 1, b);
-          if (!kAhead) v[b] = *place(u, b);
-        }
-        if (Shape::kPost && kAhead && u + 1 < kUnits) next_post = *post_place(u + 1);
+        for (int b = 0; b < Shape::kHalf; ++b) v[b] = *place(u, b);
         UnitSums sums;
         if constexpr (Shape::kPost) {
           float post[8];
-          unpack<kXDtype>(v_post, post);
+          unpack<kXDtype>(*post_place(u), post);
 #pragma unroll
           for (int b = 0; b < Shape::kHalf; ++b) {
             v[b] = post_octet<kXDtype>(post, v[b], (warp * kUnits + u) & 1 ? h[Shape::kHalf + b] : h[b]);
@@ -296,7 +298,6 @@ struct IhcStream {
       __syncwarp();
       if (lane == 0) {
         barrier_arrive(&partials_full[pair.index]);
-        if (warp == 0) MARK(9 + 4 * tile);
         barrier_arrive(&empty[turn.index]);
       }
       turn.next(kStages);
@@ -379,17 +380,20 @@ struct IhcStream {
     reduce_channels<kXDtype, kHc>(x, h, z);
   }
 
-  // With a norm, z waits for its sum of squares in the stage: in the place of channel 0 (not rounded: of channels 0 and 1), or of
+  // With a norm, z waits for its sum of squares: rounded in registers where they suffice, else in the stage: in the place of channel 0 (not rounded: of channels 0 and 1), or of
   // post's x where y must stay. Each lane reads what it wrote.
-  static constexpr bool kKeepsZ = Shape::kHasNorm && (Shape::kRoundBeforeNorm || !Shape::kPost);
+  static constexpr bool kKeepsRegisters = Shape::kHasNorm && Shape::kRoundBeforeNorm && !kWide;
+  static constexpr bool kKeepsZ = !kKeepsRegisters && Shape::kHasNorm && (Shape::kRoundBeforeNorm || !Shape::kPost);
+  static constexpr int kHeld = kKeepsRegisters ? kSteps : 1;
   static __device__ __forceinline__ uint4* kept(char* stage, int token, int octet) {
     return reinterpret_cast<uint4*>(stage + (Shape::kPost ? kTileTokens * kTokenBytes + token * kPostBytes : token * kTokenBytes) + octet * 16);
   }
 
   // Sum of squares of z over this block's columns for the warp's two tokens, told to all blocks.
-  __device__ __forceinline__ void push_norm(char* stage, int warp, const Gates& gates, int slot, int count) const {
+  __device__ __forceinline__ void push_norm(char* stage, int warp, const Gates& gates, Turn turn, int slot, uint4 (&held)[kHeld]) const {
     constexpr int kGroups = kColumns / 32;
-#pragma unroll NUNROLL
+    constexpr int kUnroll = kKeepsRegisters ? kSteps : 2;
+#pragma unroll kUnroll
     for (int step = 0; step < kSteps; ++step) {
       float z[8];
       int which, octet;
@@ -397,7 +401,11 @@ struct IhcStream {
       uint4* place = kept(stage, 2 * warp + which, octet);
       if constexpr (Shape::kRoundBeforeNorm) {
         const uint4 rounded = pack<kXDtype>(z);
-        *place = rounded;
+        if constexpr (kKeepsRegisters) {
+          held[step] = rounded;
+        } else {
+          *place = rounded;
+        }
         unpack<kXDtype>(rounded, z);
       } else if constexpr (kKeepsZ) {
         float4* low = reinterpret_cast<float4*>(place);
@@ -410,6 +418,7 @@ struct IhcStream {
       if ((lane & 3) == 0) norm_groups[(2 * warp + which) * kGroups + (octet >> 2)] = sum;
     }
     __syncwarp();
+    if (kKeepsRegisters && lane == 0) barrier_arrive(&empty[turn.index]);
     if (lane < 2 * kRanks) {
       const int token = 2 * warp + (lane & 1), peer = lane >> 1;
       const float sum = norm_block_sum<Shape>(kGroups, [&](int k) { return norm_groups[token * kGroups + k]; });
@@ -419,7 +428,7 @@ struct IhcStream {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void store_tile(const IhcArguments& a, char* stage, int warp, const Gates& gates, Turn slot, long long first, int count) const {
+  __device__ __forceinline__ void store_tile(const IhcArguments& a, char* stage, int warp, const Gates& gates, Turn slot, long long first, int count, const uint4 (&held)[kHeld]) const {
     float inverse[2] = {};
     if constexpr (Shape::kHasNorm) {
       barrier_wait_cluster(&norm_full[slot.index], slot.parity);
@@ -432,17 +441,19 @@ struct IhcStream {
         inverse[k] = inverse_rms(sum, static_cast<float>(Shape::kHidden), a.rms_eps);
       }
     }
-    constexpr int kUnroll = Shape::kHasNorm ? NUNROLL : kSteps;
+    constexpr int kUnroll = Shape::kHasNorm && !kKeepsRegisters ? 2 : kSteps;
 #pragma unroll kUnroll
     for (int step = 0; step < kSteps; ++step) {
       float z[8];
       int which, octet;
-      if constexpr (kKeepsZ) {
+      if constexpr (kKeepsZ || kKeepsRegisters) {
         const int index = step * 32 + lane;
         which = index >= kOctets;
         octet = index - which * kOctets;
         const uint4* place = kept(stage, 2 * warp + which, octet);
-        if constexpr (Shape::kRoundBeforeNorm) {
+        if constexpr (kKeepsRegisters) {
+          unpack<kXDtype>(held[step], z);
+        } else if constexpr (Shape::kRoundBeforeNorm) {
           unpack<kXDtype>(*place, z);
         } else {
           const float4 low = *reinterpret_cast<const float4*>(place), high = *reinterpret_cast<const float4*>(place + kRowBytes / 16);
@@ -478,30 +489,30 @@ struct IhcStream {
     wait_for_previous_grid();
     Turn turn, slot, last_turn, last_slot;
     Gates last;
-    const int passes = tiles + (Shape::kHasNorm ? 1 : 0);  // with a norm, a tile is stored one pass after its squares went out
-    for (int tile = 0; tile < passes; ++tile) {
+    uint4 held[kHeld];
+    constexpr int kLate = Shape::kHasNorm ? 1 : 0;  // with a norm, a tile is stored one pass after its squares went out
+    for (int tile = 0; tile < tiles + kLate; ++tile) {
       Gates now;
-      if (!Shape::kHasNorm || tile < tiles) {
-        char* stage = stages + turn.index * kStageBytes;
+      char* stage = stages + turn.index * kStageBytes;
+      if (tile < tiles) {
         if constexpr (Shape::kPost) {
           barrier_wait(&y_full[turn.index], turn.parity);
         } else {
           barrier_wait(&full[turn.index], turn.parity);
         }
-        const int count = tile_count(tile);
-        if (warp == 0) MARK(5);
-        now = gates(a, scales, warp, slot, tile_first(tile), count);
-        if (warp == 0) MARK(10 + 4 * tile);
-        if constexpr (Shape::kHasNorm) push_norm(stage, warp, now, slot.index, count);
+        now = gates(a, scales, warp, slot, tile_first(tile), tile_count(tile));
+        if (Shape::kHasNorm && !kKeepsRegisters) push_norm(stage, warp, now, turn, slot.index, held);
       }
-      const int done = tile - (Shape::kHasNorm ? 1 : 0);
+      const int done = tile - kLate;
       if (done >= 0) {
         const Turn t = Shape::kHasNorm ? last_turn : turn, s = Shape::kHasNorm ? last_slot : slot;
-        store_tile(a, stages + t.index * kStageBytes, warp, Shape::kHasNorm ? last : now, s, tile_first(done), tile_count(done));
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&empty[t.index]);
-        if (warp == 0) MARK(11 + 4 * done);
+        store_tile(a, stages + t.index * kStageBytes, warp, Shape::kHasNorm ? last : now, s, tile_first(done), tile_count(done), held);
+        if (!kKeepsRegisters) {
+          __syncwarp();
+          if (lane == 0) barrier_arrive(&empty[t.index]);
+        }
       }
+      if (kKeepsRegisters && tile < tiles) push_norm(stage, warp, now, turn, slot.index, held);
       if constexpr (Shape::kHasNorm) last = now, last_turn = turn, last_slot = slot;
       turn.next(kStages);
       slot.next(kSlots);
@@ -541,7 +552,6 @@ struct IhcStream {
   static __device__ __forceinline__ void run(const IhcArguments& a) {
     IhcStream s;
     s.place();
-    if (threadIdx.x == 0) MARK(0);
     s.lane = threadIdx.x & 31;
     const int warp = threadIdx.x >> 5;
     if (warp == 0) {
@@ -552,6 +562,7 @@ struct IhcStream {
       }
       if (s.lane < kSlots) barrier_init(&s.slot_full[s.lane], 1), barrier_init(&s.norm_full[s.lane], 1);
       if (s.lane < 2) barrier_init(&s.partials_full[s.lane], kMmaWarps), barrier_init(&s.partials_empty[s.lane], 1);
+      if (s.lane == 0) barrier_init(s.weights_full, 2), barrier_init(s.weights_read, kMmaWarps);
       fence_barrier_init();
       if (s.lane < kSlots) {
         barrier_expect(&s.slot_full[s.lane], kSlotBytes);
@@ -573,15 +584,15 @@ struct IhcStream {
     } else {
       give_registers<kHelperRegisters>();
       s.deal(a.tokens);
-      if (warp == kMmaWarps + kApplyWarps + 3 && kVec == 8) s.prefetch_tiles(a);
+      const int helper = warp - kMmaWarps - kApplyWarps;
+      if (kBulkWeights && (helper == 1 || helper == 2)) s.load_weight_rows(a, helper - 1);
       cluster_wait();
       wait_for_previous_grid();
-      if (warp == kMmaWarps + kApplyWarps) MARK(2);
-      if (warp == kMmaWarps + kApplyWarps) {
+      if (helper == 0) {
         s.load_tiles(a);
-      } else if (warp == kMmaWarps + kApplyWarps + 1) {
+      } else if (helper == 1) {
         s.push_tiles();
-      } else if (Shape::kPost && warp == kMmaWarps + kApplyWarps + 2) {
+      } else if (Shape::kPost && helper == 2) {
         s.store_posts(a);
       }
     }

@@ -50,9 +50,7 @@ class Adapter:
             import torch
 
             t = torch.from_dlpack(cupy.ndarray(whole.shape, f"u{a.itemsize}", whole.data))
-            if base.dtype.name in SPECIAL:
-                t = t.view(getattr(torch, base.dtype.name))
-            elif base.dtype.kind != "u":
+            if base.dtype.name in SPECIAL or base.dtype.kind != "u":
                 t = t.view(getattr(torch, base.dtype.name))
             return Producer(t.as_strided(a.shape, [s // a.itemsize for s in a.strides], offset))
         return c

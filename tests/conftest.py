@@ -14,6 +14,7 @@ from hccupy.provenance import record
 
 from . import report
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take three quarters of the GPU from the others
 ROOT = Path(__file__).resolve().parent.parent
 
 

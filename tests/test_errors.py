@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import itertools
 import re
 
 import numpy as np
@@ -268,7 +269,7 @@ def test_out_that_overlaps_each_argument(op, keyword, rng):
 def test_outs_that_overlap_each_other(op, rng):
     given = sample(op, rng)
     keywords = [k for o, k in OUTS if o == op]
-    for first, second in zip(keywords, keywords[1:], strict=False):
+    for first, second in itertools.pairwise(keywords):
         size = max(given[first].nbytes, given[second].nbytes)
         memory = poisoned((size,), np.uint8)
         views = {k: memory[: given[k].nbytes].view(given[k].dtype).reshape(given[k].shape) for k in (first, second)}

@@ -18,8 +18,11 @@ NUMPY, TORCH = CPU[0], GPU[0]
 globals().update({name.replace("test_", "test_rope_", 1): test for name, test in rope_field_cases.tests(GPU).items()})
 
 
-def cases(op):
-    return [pytest.param(c, id=c.name) for c in REGISTRY[op].cases if not c.name.startswith("bench")]
+def runs(op):
+    """Every case through torch; three shapes through the other frameworks, which reach the same kernels."""
+    small = [c for c in REGISTRY[op].cases if not c.name.startswith("bench")]
+    few = ("8-2", "5-1", "4-2-d192")
+    return [pytest.param(on, c, id=f"{c.name}-{on.name}") for c in small for on in GPU if on is TORCH or c.name.startswith(few)]
 
 
 def dirty(given):
@@ -33,11 +36,8 @@ def copies(given):
     return {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in given.items()}
 
 
-@pytest.mark.parametrize("on", params(GPU))
-@pytest.mark.parametrize("case", cases("rope_norm_store_kv"))
+@pytest.mark.parametrize(("on", "case"), runs("rope_norm_store_kv"))
 def test_rope_bf16_against_fp64(case, on, rng):
-    if on is not TORCH and not case.name.startswith(("8-2", "5-1", "4-2-d192")):
-        pytest.skip("other frameworks reach the same kernels: three shapes are enough")
     given = REGISTRY["rope_norm_store_kv"].make_inputs(case, rng)
     before = dirty(given)
     got = bf16(on, given)
@@ -52,12 +52,9 @@ def test_rope_bf16_against_fp64(case, on, rng):
     note("rope_norm_store_kv", case.dtype, on.name, "value_cache", ulps=0.0)
 
 
-@pytest.mark.parametrize("on", params(GPU))
-@pytest.mark.parametrize("case", cases("rope_norm_store_kv_fp8"))
+@pytest.mark.parametrize(("on", "case"), runs("rope_norm_store_kv_fp8"))
 def test_rope_fp8_against_the_reference(case, on, rng):
     """Codes equal the NumPy path's but where the two fp32 chains straddle a midpoint: one step, seldom."""
-    if on is not TORCH and not case.name.startswith(("8-2", "5-1", "4-2-d192")):
-        pytest.skip("other frameworks reach the same kernels: three shapes are enough")
     given = REGISTRY["rope_norm_store_kv_fp8"].make_inputs(case, rng)
     dirty(given)
     want = quantised(NUMPY, copies(given))

@@ -245,7 +245,7 @@ def make_backend(framework: str | None, device: str | None) -> Backend:
     torch = need("torch", '"hccupy[torch]"')
     if device == "cuda" and not torch.cuda.is_available():
         built = "this PyTorch is a CPU build" if torch.version.cuda is None else "PyTorch finds none that it can use"
-        raise NoGpuError(f"--device cuda needs an NVIDIA GPU and {built}: use --device cpu, or see `hccupy doctor`.")
+        raise NoGpuError(f"--device cuda needs an NVIDIA GPU and {built}: use --device cpu, or install a CUDA build of PyTorch.")
     return TorchBackend(torch, device)
 
 

@@ -130,7 +130,7 @@ def key(array: Any) -> Any:
 def pointer(array: Any) -> int:
     """Address of element 0, of a Foreign or of what `empty` made."""
     if isinstance(array, Foreign):
-        return array.ptr
+        return int(array.ptr)
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 

@@ -269,13 +269,9 @@ struct GateScales {
   }
   template <int kCount>
   __device__ __forceinline__ float gate(float dot, float squares, float norm_eps) const {
-#ifndef SLOWG
     // Approximate root, exponential and quotient: the precise ones cost 0.3 us at one token and are no nearer to fp64 in the end.
     const float inverse = rsqrtf(fmaf(squares, 1.0f / static_cast<float>(kCount), norm_eps));
     return fmaf(magnitude, __fdividef(1.0f, 1.0f + __expf(-fmaf(dot * inverse, scale, base))), eps);
-#else
-    return ihc_gate(dot, inverse_rms(squares, static_cast<float>(kCount), norm_eps), scale, base, magnitude, eps);
-#endif
   }
 };
 

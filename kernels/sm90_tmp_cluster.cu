@@ -1,0 +1,231 @@
+// iHC pre, head and post_pre for few tokens on sm_90a: one cluster of blocks shares up to 8 tokens, everything in registers.
+//
+//   r = 1 / sqrt(mean(x^2) + norm_eps);  gates = sigmoid((x w^T) r scale + base);  z = sum_i h_pre[i] x[i]
+//   (post_pre: x is y = h_post x + residual, rounded and written; rms_weight: z is RMS-normalised)
+//
+// | argument            | shape                | dtype        |
+// | ------------------- | -------------------- | ------------ |
+// | x                   | [tokens, hc, hidden] | kXDtype      |  post_pre: [tokens, hidden]
+// | residual, h_post    | [tokens, hc, hidden], [tokens, hc] | kXDtype, float32 |  post_pre only
+// | w                   | [outputs, hc*hidden] | float32      |  outputs = 2 hc; head: hc
+// | hc_scale, hc_base   | [2], [outputs]       | float32      |  head: [1]
+// | rms_weight          | [hidden] or null     | kRmsWeightDtype |
+// | y                   | [tokens, hidden]; post_pre: [tokens, hc, hidden] and z [tokens, hidden] | kXDtype |
+// | h_post, h_post_next | [tokens, hc]         | float32      |  not for head
+//
+// Baked: hc (2, 4), hidden (a multiple of 1024), the dtypes, kVec (8: x, y, z, w 16-byte aligned in address and strides; 4, 2, 1:
+// elements an access of x and y may hold), kRanks (blocks of a cluster: 16 or 8). Bits depend on none of kVec and kRanks.
+// Launch: grid = kRanks * clusters with 8 * clusters >= tokens, block = (hidden / 32 / kRanks + 1) * 32, cluster kRanks,
+// no dynamic shared memory. Tokens are split evenly over the clusters. With the programmatic attribute, w, scale and base are
+// fetched before the previous kernel ends.
+#include "common/sm90_ihc_baked.cuh"
+
+#include "common/sm90_ihc.cuh"
+
+namespace hccupy {
+
+template <class Shape, int kRanks>
+struct IhcCluster {
+  static constexpr int kWarps = Shape::kHidden / 32 / kRanks;  // each: one group of 32 columns, all channels
+  // The gates that are only returned: a warp of their own, or (where it would cost registers) one warp does both in turn.
+  static constexpr bool kGateWarp = kRanks == 16;
+  static constexpr int kThreads = (kWarps + kGateWarp) * 32;
+#ifndef MINB
+#define MINB 1
+#endif
+  static constexpr int kBlocks = MINB;
+  static constexpr int kUnits = 2 * kWarps;
+  static constexpr int kBlockChunks = kChunks / kRanks;
+  static constexpr int kQuads = kPartials / 4;
+  static_assert(kRanks == 8 || kRanks == 16, "the combination tree is written for 8 and 16 blocks");
+  static_assert(kThreads <= 1024, "a block has at most 1024 threads: use 16 ranks");
+  static_assert(kBlockChunks * Shape::kChunkUnits == kUnits, "chunks tile the units of a block");
+
+  // Sum over the ranks of this lane's quarter, then over the quarters: the tree that the stream kernel uses too.
+  template <class Value, class Read>
+  static __device__ __forceinline__ Value quarter(int t, Read read) {
+    const int rank = t * (kRanks / 4);
+    if constexpr (kRanks == 16) {
+      return Value{(read(rank) + read(rank + 1)) + (read(rank + 2) + read(rank + 3))};
+    } else {
+      return Value{read(rank) + read(rank + 1)};
+    }
+  }
+
+  static __device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 1);
+    return value + __shfl_xor_sync(0xffffffffu, value, 2);
+  }
+
+  static __device__ __forceinline__ void run(const IhcArguments& a) {
+    constexpr int kHc = Shape::kHc, kXDtype = Shape::kXDtype;
+    using Access = Octet<Shape::kVec>;
+    __shared__ __align__(16) float partials[kUnits][kPartials];
+    __shared__ __align__(16) float slots[kRanks][kPartials];
+    __shared__ float norm_groups[Shape::kHasNorm ? kWarps : 1][kTileTokens];
+    __shared__ float norm_slots[Shape::kHasNorm ? kRanks : 1][kTileTokens];
+    __shared__ Barrier gates_full, norm_full;
+
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int rank = static_cast<int>(cluster_rank());
+    const int cluster = blockIdx.x / kRanks, clusters = gridDim.x / kRanks;
+    const int first = static_cast<int>(static_cast<long long>(a.tokens) * cluster / clusters);
+    const int count = static_cast<int>(static_cast<long long>(a.tokens) * (cluster + 1) / clusters) - first;
+    const bool has_columns = warp < kWarps;
+    const bool has_token = g < count;
+
+    if (threadIdx.x == 0) {
+      barrier_init(&gates_full, 1);
+      barrier_init(&norm_full, 1);
+      fence_barrier_init();
+      barrier_expect(&gates_full, kRanks * 16 * (2 * count + 2));
+      barrier_expect(&norm_full, kRanks * 4 * count);
+    }
+    cluster_arrive();
+    let_next_grid_start();
+
+    const int group = rank * kWarps + warp;
+    const int column = group * 32 + t * 8;
+    typename Shape::Weights weights[2];
+    if (has_columns) {
+      float values[2][Shape::kHalf][8];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) Shape::load_unit(a.w, 2 * group + half, lane, values[half]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) weights[half].split(values[half]);
+    }
+    const int out = (has_columns ? 0 : kHc) + t;
+    const GateScales scales = GateScales::of<kHc>(out, t < kHc && out < Shape::kUsedOutputs, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
+    float norm_weights[8];
+    if constexpr (Shape::kHasNorm) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        using N = Element<Shape::kNormDtype>;
+        norm_weights[k] = has_columns ? N::to_float(static_cast<const typename N::Type*>(a.rms_weight)[column + k]) : 0.0f;
+      }
+    }
+
+    // x may still be in the making: asking L2 for its lines consumes nothing, and warms the address translation.
+    const long long token = first + g;
+    const char* from = Shape::kPost ? a.residual : a.x;
+    const long long tokens_stride = Shape::kPost ? a.residual_tokens : a.x_tokens, hc_stride = Shape::kPost ? a.residual_hc : a.x_hc;
+#ifndef NOPRE
+    if (has_columns && has_token && t == 0) {
+#pragma unroll
+      for (int i = 0; i < kHc; ++i) prefetch_line(from + 2 * (token * tokens_stride + i * hc_stride + column));
+      if constexpr (Shape::kPost) {
+        prefetch_line(a.x + 2 * (token * a.x_tokens + column));
+        if (warp == 0) prefetch_line(a.h_post + token * a.h_post_tokens);
+      }
+    }
+#endif
+    wait_for_previous_grid();
+
+    uint4 x[kHc] = {};
+    if (has_columns && has_token) {
+#pragma unroll
+      for (int i = 0; i < kHc; ++i) x[i] = Access::load(from + 2 * (token * tokens_stride + i * hc_stride + column));
+      if constexpr (Shape::kPost) {
+        float post[8], h[kHc];
+        unpack<kXDtype>(Access::load(a.x + 2 * (token * a.x_tokens + column)), post);
+#pragma unroll
+        for (int i = 0; i < kHc; ++i) h[i] = a.h_post[token * a.h_post_tokens + i];
+#pragma unroll
+        for (int i = 0; i < kHc; ++i) {
+          x[i] = post_octet<kXDtype>(post, x[i], h[i]);
+          Access::store(a.y + 2 * (token * a.y_tokens + i * a.y_hc + column), x[i]);
+        }
+      }
+    }
+    if (has_columns) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        UnitSums sums;
+#pragma unroll
+        for (int b = 0; b < Shape::kHalf; ++b) sums.add(weights[half], b, x[half * Shape::kHalf + b]);
+        store_partials(partials[2 * warp + half], sums.result(weights[half]), lane);
+      }
+    }
+    __syncthreads();
+    cluster_wait();
+
+    // The block's chunks, then its tree; the lanes of a quad's chunks share the peers to tell.
+    if (warp * 32 < kQuads * kBlockChunks) {
+      const int quad = min(static_cast<int>(threadIdx.x) / kBlockChunks, kQuads - 1), chunk = threadIdx.x % kBlockChunks;
+      float4 sum;
+#pragma unroll
+      for (int u = 0; u < Shape::kChunkUnits; ++u) {
+        const float4 part = *reinterpret_cast<const float4*>(&partials[chunk * Shape::kChunkUnits + u][4 * quad]);
+        sum = u == 0 ? part : sum + part;
+      }
+#pragma unroll
+      for (int mask = 1; mask < kBlockChunks; mask *= 2) sum = sum + shuffle_xor(sum, mask);
+      const bool wanted = static_cast<int>(threadIdx.x) < kQuads * kBlockChunks && (quad >= 2 * kTileTokens || (quad >> 1) < count);
+      if (wanted) {
+        constexpr int kPeers = kRanks / kBlockChunks;
+#pragma unroll
+        for (int j = 0; j < kPeers; ++j) {
+          const int peer = chunk * kPeers + j;
+          store_peer(peer_address(shared_address(&slots[rank][4 * quad]), peer), sum, peer_address(shared_address(&gates_full), peer));
+        }
+      }
+    }
+    barrier_wait_cluster(&gates_full, 0);
+
+    // Every warp works out the gates of its own lanes: a second block barrier would cost more.
+    const auto gate_of = [&](int base, const GateScales& by) {  // base: 0 or kHc, the output of the quad's first lane
+      float4 dots = {};
+      float squares = 0.0f;
+      if (has_token) {
+        const int quad = g * kOutputs + (base & 4);
+        dots = quarter<float4>(t, [&](int r) { return *reinterpret_cast<const float4*>(&slots[r][quad]); });
+        squares = quarter<float>(t, [&](int r) { return slots[r][kTileTokens * kOutputs + g]; });
+      }
+      dots = dots + shuffle_xor(dots, 1);
+      dots = dots + shuffle_xor(dots, 2);
+      squares = quad_sum(squares);
+      const int part = (base + t) & 3;
+      const float dot = part == 0 ? dots.x : part == 1 ? dots.y : part == 2 ? dots.z : dots.w;
+      return by.template gate<static_cast<int>(Shape::kDepth)>(dot, squares, a.norm_eps);
+    };
+    const auto return_gates = [&](float gate) {
+      if (Shape::kOp != kHead && rank == 0 && has_token && t < kHc) a.h_next[token * a.h_next_tokens + t] = gate;
+    };
+    const float gate = gate_of(has_columns ? 0 : kHc, scales);
+    if (!has_columns) {
+      return_gates(gate);
+      if (Shape::kHasNorm) __syncthreads();
+      return;
+    }
+    float h[kHc], z[8];
+#pragma unroll
+    for (int i = 0; i < kHc; ++i) h[i] = __shfl_sync(0xffffffffu, gate, (lane & ~3) | i);
+    reduce_channels<kXDtype, kHc>(x, h, z);
+    if constexpr (Shape::kHasNorm) {
+      if constexpr (Shape::kRoundBeforeNorm) unpack<kXDtype>(pack<kXDtype>(z), z);
+      norm_groups[warp][g] = quad_sum(octet_squares(z));
+      __syncthreads();
+      if (threadIdx.x < kTileTokens * kRanks && static_cast<int>(threadIdx.x % kTileTokens) < count) {
+        const int i = threadIdx.x % kTileTokens, peer = threadIdx.x / kTileTokens;
+        const float sum = norm_block_sum<Shape>(kWarps, [&](int w) { return norm_groups[w][i]; });
+        store_peer(peer_address(shared_address(&norm_slots[rank][i]), peer), sum, peer_address(shared_address(&norm_full), peer));
+      }
+      barrier_wait_cluster(&norm_full, 0);
+      const float sum = quad_sum(has_token ? quarter<float>(t, [&](int r) { return norm_slots[r][g]; }) : 0.0f);
+      const float inverse = inverse_rms(sum, static_cast<float>(Shape::kHidden), a.rms_eps);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) z[k] = z[k] * inverse * norm_weights[k];
+    }
+    if (has_token) Access::store(a.z + 2 * (token * a.z_tokens + column), pack<kXDtype>(z));
+    if (!kGateWarp && Shape::kOp != kHead && rank == 0 && warp == 0) {
+      return_gates(gate_of(kHc, GateScales::of<kHc>(kHc + t, t < kHc, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps)));
+    }
+  }
+};
+
+template <class Shape>
+using IhcKernel = IhcCluster<Shape, baked::ranks>;
+
+}  // namespace hccupy
+
+#include "common/sm90_ihc_entry.cuh"
