@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import api, cuda
+from .arrays import framework
 from .binding import Binding, stream_handle
 from .errors import ArgumentError, FrameworkError, LayoutError, ShapeError, explain
+from .frameworks import dlpack_
 from .ops import get
 from .run import prepare
 from .spec import Arg
@@ -24,11 +26,12 @@ class BoundCall:
 
     def __init__(self, op: str, binding: Binding, given: list[Any], outs: list[Any], pointers: list[int]) -> None:
         self.op, self.binding, self.given, self.outs, self.pointers = op, binding, given, outs, pointers
-        framework = binding.framework
+        self.framework = made_by = binding.framework
+        self.foreign = made_by is dlpack_
         places = [i for i, p in enumerate(binding.spec.params) if isinstance(p, Arg)]
         # (position in given, position in pointers, facts, alignment) of every array of the example
-        self.arrays = [(i, k, framework.key(given[i]), pointers[k] & 15) for k, i in enumerate(places) if given[i] is not None]
-        self.key, self.pointer, self.stream = framework.key, framework.pointer, framework.stream
+        self.arrays = [(i, k, made_by.key(given[i]), pointers[k] & 15) for k, i in enumerate(places) if given[i] is not None]
+        self.key, self.pointer, self.stream = made_by.key, made_by.pointer, made_by.stream
         self.device = binding.bound.device[1]
         # The direct way: on CUDA, nothing to allocate.
         self.direct = binding.launcher is not None and not binding.fresh and not binding.empty
@@ -42,7 +45,12 @@ class BoundCall:
             raise ArgumentError(explain(self.op, "arguments", f"at most {len(self.arrays)} arrays", f"{len(arrays)}", "Scalars are fixed by bind()."))
         if arrays:
             pointers = pointers.copy()
+            if self.foreign:
+                arrays = tuple(dlpack_.adopt(a) for a in arrays)
             for array, (i, k, facts, align) in zip(arrays, self.arrays, strict=False):
+                if framework(array) is not self.framework:
+                    name = self.binding.spec.params[i].name
+                    raise FrameworkError(explain(self.op, name, f"a {self.framework.NAME} array like the example's", type(array).__name__, "Convert it first."))
                 address = self.pointer(array)
                 if self.key(array) != facts:
                     raise ShapeError(explain(self.op, self.binding.spec.params[i].name, f"an array like the example's, {facts}", f"{self.key(array)}", "Bind again for other shapes."))
@@ -80,7 +88,7 @@ def bind(op: str, *args: Any, **kwargs: Any) -> BoundCall:
     words = call.arguments
     given: Sequence[Any] = [words[p.name] for p in spec.params]
     outs: Sequence[Any] = [words.get(o.keyword) if o.keyword else None for o in spec.outputs]
-    framework, given, outs, pointers, binding = prepare(spec, given, outs, words["stream"])
-    if binding is None:
-        raise FrameworkError(explain(op, "arrays", "NumPy, CuPy, PyTorch or DLPack arrays", f"{framework.NAME} arrays", "Under JAX, jax.jit is the bound call."))
+    made_by, given, outs, pointers, binding = prepare(spec, given, outs, words["stream"])
+    if binding is None or not made_by.MUTABLE:
+        raise FrameworkError(explain(op, "arrays", "NumPy, CuPy, PyTorch or DLPack arrays", f"{made_by.NAME} arrays", "Under JAX, jax.jit is the bound call."))
     return BoundCall(op, binding, list(given), list(outs), pointers)
