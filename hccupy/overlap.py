@@ -19,6 +19,8 @@ def extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> t
 
 def covers_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Might two indices be one element? Exact for nested strides, which every real layout has."""
+    if 0 in shape:
+        return False
     reach = 0
     for size, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: abs(pair[1])):
         if size > 1:

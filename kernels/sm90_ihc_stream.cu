@@ -270,13 +270,14 @@ struct IhcStream {
       float4 total;
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
-        uint4 v[Shape::kHalf];
+        uint4 v[Shape::kHalf], v_post;
+        if constexpr (Shape::kPost) v_post = *post_place(u);
 #pragma unroll
         for (int b = 0; b < Shape::kHalf; ++b) v[b] = *place(u, b);
         UnitSums sums;
         if constexpr (Shape::kPost) {
           float post[8];
-          unpack<kXDtype>(*post_place(u), post);
+          unpack<kXDtype>(v_post, post);
 #pragma unroll
           for (int b = 0; b < Shape::kHalf; ++b) {
             v[b] = post_octet<kXDtype>(post, v[b], (warp * kUnits + u) & 1 ? h[Shape::kHalf + b] : h[b]);

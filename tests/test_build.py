@@ -20,13 +20,13 @@ from .test_plan import OPS, bound_of, small_cases
 pytest.importorskip("cupy", reason="NVRTC comes with CuPy: pip install hccupy[cuda13]")
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
-PER_PAIR = 3  # binaries an op and architecture: more would only repeat templates that others instantiate
+PER_PAIR = 2  # binaries an op and architecture, or one a variant: more would only repeat templates that others instantiate
 TOKENS = (1, 33, 1024, 16384)  # variants may differ by size
 rows: list[dict[str, object]] = []
 
 
 def plans(op, target):
-    """Up to PER_PAIR plans: one a variant first, then other cases; each architecture starts elsewhere in the list."""
+    """PER_PAIR plans: one a variant first, then other cases; each architecture starts elsewhere in the list."""
     spec = REGISTRY[op]
     cases = small_cases(spec)
     shift = ARCHS.index(target.name) * len(cases) // len(ARCHS) if target.name in ARCHS else 0
@@ -38,7 +38,7 @@ def plans(op, target):
             found.setdefault((made.source, made.entry, made.flags), (case, made))
     first = {made.variant: (case, made) for case, made in reversed(found.values())}
     rest = [pair for pair in found.values() if pair[1] not in [made for _, made in first.values()]]
-    return (list(first.values()) + rest)[:PER_PAIR]
+    return (list(first.values()) + rest)[: max(PER_PAIR, len(first))]
 
 
 def resources(log):
@@ -115,7 +115,7 @@ def test_gpu_newer_than_nvrtc_gets_ptx(op):
 def test_gpu_of_an_older_nvrtc_gets_ptx_it_can_write():
     """Blackwell with an NVRTC that ends at 9.0."""
     old = arch.from_capability(10, 0, (80, 89, 90))
-    for op in OPS:
+    for op in ("ihc_pre", "ihc_post", "rope_norm_store_kv_fp8"):
         _, made = plans(op, old)[0]
         assert f".entry {made.entry}(".encode() in build.compile_plan(made)[0]
 

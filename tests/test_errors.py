@@ -488,7 +488,7 @@ def test_tensors_that_are_not_plain_memory(kind, rng):
             given["x"] = torch.empty(x.shape, dtype=x.dtype)
     else:
         given["x"] = {"sparse": x.to_sparse, "negative": lambda: torch._neg_view(x), "conjugate": lambda: torch.complex(x.float(), x.float()).conj()}[kind]()
-    with pytest.raises((hccupy.FrameworkError, hccupy.DtypeError), match="^ihc_post: x: expected .* got "):
+    with pytest.raises((hccupy.FrameworkError, hccupy.DtypeError), match=r"^ihc_post: x: expected .* got "):
         hccupy.ihc_post(**given)
 
 

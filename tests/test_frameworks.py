@@ -182,9 +182,9 @@ def test_jax_refuses_out(op):
 def test_jax_errors_inside_jit_are_ours():
     given, _ = inputs("ihc_pre", 1)
     arrays = {n: to_jax(v) for n, v in given.items() if isinstance(v, np.ndarray)}
-    with pytest.raises(hccupy.ShapeError, match="ihc_pre: w: .*It looks transposed"):
+    with pytest.raises(hccupy.ShapeError, match=r"ihc_pre: w: .*It looks transposed"):
         jax.jit(lambda a: hccupy.ihc_pre(**a))({**arrays, "w": arrays["w"].T})
-    with pytest.raises(hccupy.ArgumentError, match="ihc_pre: norm_eps: .*on the host"):
+    with pytest.raises(hccupy.ArgumentError, match=r"ihc_pre: norm_eps: .*on the host"):
         jax.jit(lambda a, eps: hccupy.ihc_pre(**a, norm_eps=eps))(arrays, 1e-5)
     with pytest.raises(hccupy.FrameworkError, match="ihc_pre: w: "):
         jax.jit(lambda x: hccupy.ihc_pre(**{**given, "x": x}))(arrays["x"])
@@ -226,16 +226,6 @@ def test_tensors_that_require_grad(dtype):
     equal(third, y)
 
 
-STRIDED = {
-    "row slice": lambda a: slice_of(a, 0),
-    "gaps between channels": lambda a: slice_of(a, 1),
-    "channels first": lambda a: np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1),
-    "reversed rows": lambda a: a[::-1].copy()[::-1],
-    "one element off": lambda a: shifted(a),  # noqa: PLW0108 - defined below
-    "part of a wider row": lambda a: np.concatenate([a, a], -1)[..., : a.shape[-1]],
-}
-
-
 def slice_of(a, axis):
     return np.repeat(a, 2, axis)[(slice(None),) * axis + (slice(None, None, 2),)]
 
@@ -244,6 +234,16 @@ def shifted(a):
     memory = np.zeros(a.size + 1, a.dtype)
     memory[1:] = a.ravel()
     return memory[1:].reshape(a.shape)
+
+
+STRIDED = {
+    "row slice": lambda a: slice_of(a, 0),
+    "gaps between channels": lambda a: slice_of(a, 1),
+    "channels first": lambda a: np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1),
+    "reversed rows": lambda a: a[::-1].copy()[::-1],
+    "one element off": shifted,  # noqa: PLW0108 - defined below
+    "part of a wider row": lambda a: np.concatenate([a, a], -1)[..., : a.shape[-1]],
+}
 
 
 @pytest.mark.parametrize("layout", STRIDED)
@@ -551,7 +551,7 @@ def test_bound_call_refuses_other_arrays(kind, error):
         "list": lambda: [x.tolist()],
         "overlap": lambda: [out.reshape(-1)[: x.size].reshape(x.shape)],
     }[kind]()
-    with pytest.raises(error, match="^ihc_post: .*expected .* got "):
+    with pytest.raises(error, match=r"^ihc_post: .*expected .* got "):
         call(*arrays)
     assert not out.any()
 
@@ -564,5 +564,5 @@ def test_bind_checks_its_example():
         hccupy.bind("ihc_past", x)
     with pytest.raises(TypeError):
         hccupy.bind("ihc_post", x, residual)
-    with pytest.raises(hccupy.FrameworkError, match="jax.jit"):
+    with pytest.raises(hccupy.FrameworkError, match=r"jax\.jit"):
         hccupy.bind("ihc_post", *map(to_jax, (x, residual, h_post)))

@@ -232,9 +232,7 @@ def test_architecture_of_a_device(capability, supported, name):
     assert found.clusters == (capability >= (9, 0))
 
 
-@pytest.mark.parametrize(
-    "capability, supported, words", [((7, 5), NVRTC_13, "8.0 or newer, got 7.5"), ((8, 0), (90, 100), "sm_80.*Install")]
-)
+@pytest.mark.parametrize("capability, supported, words", [((7, 5), NVRTC_13, "8.0 or newer, got 7.5"), ((8, 0), (90, 100), "sm_80.*Install")])
 def test_devices_that_cannot_be_served(capability, supported, words):
     with pytest.raises(NoGpuError, match=words):
         arch.from_capability(*capability, supported)
@@ -310,7 +308,9 @@ def test_strides_beyond_32_bits_are_packed_whole(rng, monkeypatch):
     assert (read["residual_stride_tokens"], read["residual_stride_hc"]) == (2**33 + 5, 2**32)
 
 
-@pytest.mark.parametrize("cluster, pdl, attributes", [(1, False, {}), (4, False, {4: [4, 1, 1]}), (1, True, {6: [1, 0, 0]}), (2, True, {4: [2, 1, 1], 6: [1, 0, 0]})])
+@pytest.mark.parametrize(
+    "cluster, pdl, attributes", [(1, False, {}), (4, False, {4: [4, 1, 1]}), (1, True, {6: [1, 0, 0]}), (2, True, {4: [2, 1, 1], 6: [1, 0, 0]})]
+)
 def test_launch_attributes(rng, monkeypatch, cluster, pdl, attributes):
     spec = REGISTRY["ihc_post"]
     bound = bound_of(spec, spec.make_inputs(small_cases(spec)[1], rng))
@@ -337,7 +337,8 @@ def test_each_thread_has_its_own_argument_block(rng, monkeypatch):
     for thread in threads:
         thread.join()
     assert len(fake.seen) == 1600 and len({row[-1] for row in fake.seen}) == len({row[-2] for row in fake.seen}) == 8
-    for read, *_, in fake.seen:
+    for row in fake.seen:
+        read = row[0]
         assert [read[n] - read["x"] for n in ("x", "residual", "h_post", "y")] == [0, 1, 2, 3]
 
 
