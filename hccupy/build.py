@@ -25,6 +25,7 @@ SCHEMA = b"hccupy-cubin-1"
 _lock = threading.RLock()
 _loaded: dict[tuple[int, str], Any] = {}
 loads = 0  # module loads in this process, for tests
+compiled: list[tuple[str, str, float]] = []  # (op, variant, seconds) of the cold compiles of this process
 
 
 def kernels_dir() -> Path:
@@ -103,7 +104,8 @@ def binary(plan: Plan) -> bytes:
     def make() -> bytes:
         start = time.perf_counter()
         made, _ = compile_plan(plan)
-        log.info("hccupy: compiled %s (%s) for %s in %.2f s", plan.op, plan.variant, plan.arch.name, time.perf_counter() - start)
+        compiled.append((plan.op, plan.variant, time.perf_counter() - start))
+        log.info("hccupy: compiled %s (%s) for %s in %.2f s", plan.op, plan.variant, plan.arch.name, compiled[-1][2])
         return made
 
     return cache.get(key(plan), make)

@@ -110,7 +110,7 @@ struct Config {
   static constexpr int x_dtype = kXDtype, hc = kHc, hidden = kHidden, gates = 2 * kHc;
   static constexpr bool has_rms_weight = kHasRmsWeight, round_before_norm = kRoundBeforeNorm;
   static constexpr int rms_weight_dtype = kRmsWeightDtype;
-  static constexpr int vec = kVec, weight_vec = kWeightVec, threads = kThreads, tokens = kTokens;
+  static constexpr int vec = kVec, weight_vec = kWeightVec, threads = kThreads, tokens = kTileTokens;
   static constexpr bool staged = kStaged;
 };
 

@@ -17,8 +17,8 @@
 //   h_post       [tokens, hc]          fp32; any stride on tokens
 //
 // Baked: hc, hidden, dtypes. Run time: tokens, strides, eps.
-// Launch: grid ceil(tokens / kTokens), block kThreads, dynamic shared memory tokens x hc x padded row if kStaged
-// (kTokens * kHc * ceil(ceil(kHidden / 8) / kThreads) * kThreads * 8 elements), else 0. May be a dependent launch.
+// Launch: grid ceil(tokens / kTileTokens), block kThreads, dynamic shared memory tokens x hc x padded row if kStaged
+// (kTileTokens * kHc * ceil(ceil(kHidden / 8) / kThreads) * kThreads * 8 elements), else 0. May be a dependent launch.
 
 #include "common/ihc_tile.cuh"
 
@@ -46,7 +46,7 @@ struct Config {
   static constexpr int x_dtype = kXDtype, hc = kHc, hidden = kHidden, gates = kGates;
   static constexpr bool has_rms_weight = kHasRmsWeight, round_before_norm = kRoundBeforeNorm;
   static constexpr int rms_weight_dtype = kRmsWeightDtype;
-  static constexpr int vec = kVec, weight_vec = kWeightVec, threads = kThreads, tokens = kTokens;
+  static constexpr int vec = kVec, weight_vec = kWeightVec, threads = kThreads, tokens = kTileTokens;
   static constexpr bool staged = kStaged;
 };
 

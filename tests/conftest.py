@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hccupy import build
 from hccupy.provenance import record
 
 from . import report
@@ -24,6 +25,14 @@ def rng(request):
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
+def compile_times():
+    """Median and worst seconds of the session's cold compiles, by op."""
+    by_op = {}
+    for op, _, seconds in build.compiled:
+        by_op.setdefault(op, []).append(seconds)
+    return {op: {"count": len(s), "median": round(float(np.median(s)), 3), "worst": round(max(s), 3)} for op, s in sorted(by_op.items())}
+
+
 def pytest_sessionfinish(session, exitstatus):
     """With -m gpu: write notebooks/results/<gpu>/tests.json (HCCUPY_REPORT names another place)."""
     if session.config.getoption("-m") != "gpu" or hasattr(session.config, "workerinput") or session.config.option.collectonly:
@@ -36,4 +45,4 @@ def pytest_sessionfinish(session, exitstatus):
     word = "h200" if "H200" in name else name.lower().replace(" ", "-")
     path = Path(os.environ.get("HCCUPY_REPORT") or ROOT / "notebooks" / "results" / word / "tests.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**record(name), "counts": counts, "exit": int(exitstatus), "worst": report.rows()}, indent=1) + "\n")
+    path.write_text(json.dumps({**record(name), "counts": counts, "exit": int(exitstatus), "cold_compile_s": compile_times(), "worst": report.rows()}, indent=1) + "\n")

@@ -241,7 +241,7 @@ STRIDED = {
     "gaps between channels": lambda a: slice_of(a, 1),
     "channels first": lambda a: np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1),
     "reversed rows": lambda a: a[::-1].copy()[::-1],
-    "one element off": shifted,  # noqa: PLW0108 - defined below
+    "one element off": shifted,
     "part of a wider row": lambda a: np.concatenate([a, a], -1)[..., : a.shape[-1]],
 }
 

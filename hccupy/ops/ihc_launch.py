@@ -7,8 +7,8 @@ from ..dtypes import BY_NAME
 from ..spec import Bound, Launch, Variant
 
 CHUNK = 8  # elements that a thread sums as one; the unit of the fixed order of all sums
-MOST_THREADS = 384  # more threads leave fewer than 168 registers each, which the four-token tile needs
-STATIC_SMEM = 6 * 1024  # partial sums of a block; 4.6 KB at most (hc 8, four tokens)
+# The register limit of a thread falls to 168 at 320 threads a block and to 128 at 416; both spilled.
+MOST_THREADS = 256
 
 
 def _ceil(a: int, b: int) -> int:
@@ -31,32 +31,31 @@ def threads_for(hidden: int) -> int:
     return 32 * _ceil(_ceil(chunks, passes), 32)
 
 
-def tile(b: Bound, arch: Arch) -> tuple[int, bool, int]:
-    """(tokens of a block, are their rows staged, shared bytes).
+def tile(b: Bound, arch: Arch, gates: int) -> tuple[int, bool, int]:
+    """(tokens of a block, are their rows staged, dynamic shared bytes).
 
-    w is fetched from L2 once for all tokens of a block, so more is better as long as every multiprocessor has a block.
-    Eight channels double the sums a thread holds: four tokens would spill.
+    w is fetched from L2 once for all tokens of a block, so more is better once every multiprocessor has a block.
+    tokens * hc <= 16 bounds the sums that a thread holds. None of this changes bits.
     """
-    hc, hidden, tokens = b.axes["hc"], b.axes["hidden"], b.axes["tokens"]
+    hc, hidden = b.axes["hc"], b.axes["hidden"]
     threads = threads_for(hidden)
     row = hc * _ceil(_ceil(hidden, CHUNK), threads) * threads * CHUNK * BY_NAME[b.dtypes["x"]].itemsize
-    for size in (4, 2, 1):
-        if (size == 4 and hc > 4) or (size > 1 and tokens <= size // 2 * arch.sms):
-            continue
-        if size * row <= arch.smem - STATIC_SMEM:
-            return size, True, size * row
-    # Rows that do not fit are read again from L2; two tokens is what registers hold then.
-    return (2 if tokens > arch.sms else 1), False, 0
+    sizes = [t for t in (4, 2, 1) if t * hc <= 16 and (t == 1 or _ceil(b.axes["tokens"], t) >= arch.sms)]
+    for t in sizes:
+        static = 4 * t * (2 * threads // 32 * (gates + 1) + hc + threads // 32)  # partial sums of the block
+        if t * row + static <= arch.smem:
+            return t, True, t * row
+    return sizes[0], False, 0
 
 
 def _gated(b: Bound, arch: Arch, arrays: tuple[str, ...], head: int | None) -> Launch:
-    tokens, staged, smem = tile(b, arch)
+    tokens, staged, smem = tile(b, arch, b.axes["hc"] * (1 if head else 2))
     threads = threads_for(b.axes["hidden"])
     defines = {
         "kVec": vector(b, (*arrays, "rms_weight")),
         "kWeightVec": vector(b, ("w",), 4),
         "kThreads": threads,
-        "kTokens": tokens,
+        "kTileTokens": tokens,
         "kStaged": int(staged),
     }
     if head is not None:
@@ -84,13 +83,14 @@ def launch_post_pre(b: Bound, arch: Arch) -> Launch:
 
 
 def launch_post(b: Bound, arch: Arch) -> Launch:
-    """ihc_post: one 16-byte pack of x and hc of residual a thread; two packs once the grid fills the machine twice."""
+    """ihc_post: one 16-byte pack of x and hc of residual a thread."""
     hidden, tokens = b.axes["hidden"], b.axes["tokens"]
     vec = vector(b, ("x", "residual", "y"), max(16 // BY_NAME[b.dtypes["x"]].itemsize, 1))
     packs = tokens * (hidden // vec)
-    # Few packs: small blocks reach more multiprocessors. Many: writes of 50 MB and more will not be read from L2 again.
-    streaming = packs * vec * b.axes["hc"] * BY_NAME[b.dtypes["x"]].itemsize > 48 << 20
-    threads = 64 if packs <= 64 * 8 * arch.sms else 256
+    # 128 threads a block spread few packs over more multiprocessors; what passes 32 MB will not be found in L2 again.
+    threads = 128 if packs <= 1536 * arch.sms else 256
+    moved = tokens * hidden * BY_NAME[b.dtypes["x"]].itemsize * (2 * b.axes["hc"] + 1)
+    streaming = moved > 32 << 20
     defines = {"kVec": vec, "kThreads": threads, "kPacks": 1, "kStream": int(streaming)}
     why = f"{vec} elements an access, {threads} threads a block{', streaming stores' if streaming else ''}"
     return Launch((_ceil(packs, threads), 1, 1), (threads, 1, 1), pdl=arch.clusters and tokens <= 256, defines=defines, why=why)
