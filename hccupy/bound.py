@@ -24,7 +24,8 @@ class BoundCall:
     is allocated then); others are allocated anew.
     """
 
-    def __init__(self, op: str, binding: Binding, given: list[Any], outs: list[Any], pointers: list[int]) -> None:
+    def __init__(self, op: str, binding: Binding, given: list[Any], outs: list[Any], pointers: list[int], stream: Any) -> None:
+        self.override = stream
         self.op, self.binding, self.given, self.outs, self.pointers = op, binding, given, outs, pointers
         self.framework = made_by = binding.framework
         self.foreign = made_by is dlpack_
@@ -62,8 +63,9 @@ class BoundCall:
             given = self.given.copy()
             for array, (i, *_) in zip(arrays, self.arrays, strict=False):
                 given[i] = array
-            return self.binding(given, self.outs, pointers, stream)
+            return self.binding(given, self.outs, pointers, self.override if stream is None else stream)
         self.binding.check_overlap(pointers)
+        stream = self.override if stream is None else stream
         self.binding.launcher(pointers, self.stream(self.device, None) if stream is None else stream_handle(stream))  # type: ignore[misc]
         return self.result
 
@@ -91,4 +93,4 @@ def bind(op: str, *args: Any, **kwargs: Any) -> BoundCall:
     made_by, given, outs, pointers, binding = prepare(spec, given, outs, words["stream"])
     if binding is None or not made_by.MUTABLE:
         raise FrameworkError(explain(op, "arrays", "NumPy, CuPy, PyTorch or DLPack arrays", f"{made_by.NAME} arrays", "Under JAX, jax.jit is the bound call."))
-    return BoundCall(op, binding, list(given), list(outs), pointers)
+    return BoundCall(op, binding, list(given), list(outs), pointers, words["stream"])

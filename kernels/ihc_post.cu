@@ -10,7 +10,7 @@
 //
 // Baked: hc, hidden, dtype. Run time: tokens, strides.
 // Launch: grid ceil(tokens * (hidden / kVec) / (kThreads * kPacks)), block kThreads, no shared memory. May be a
-// dependent launch.
+// dependent launch; with kPrefetch its rows are on the way to L2 while the previous kernel still runs.
 
 #include "common/ihc.cuh"
 #include "common/pack.cuh"
@@ -19,7 +19,8 @@ namespace hccupy {
 
 // The packs of all tokens stand in one line; a block takes kBlockThreads * kCount neighbours, a thread kCount of
 // them, kBlockThreads apart. An element of y is read (as residual) by the thread that writes it, before it does.
-template <int kDtype, int kChannels, int kLength, int kSize, int kBlockThreads, int kCount, bool kStreaming, typename X>
+template <int kDtype, int kChannels, int kLength, int kSize, int kBlockThreads, int kCount, bool kStreaming, bool kEarly,
+          typename X>
 __device__ __forceinline__ void ihc_post_body(const X* x, const X* residual, const float* h_post, X* y,
                                               long long x_stride_tokens, long long residual_stride_tokens,
                                               long long residual_stride_hc, long long h_post_stride_tokens,
@@ -36,6 +37,23 @@ __device__ __forceinline__ void ihc_post_body(const X* x, const X* residual, con
   const unsigned long long first = static_cast<unsigned long long>(blockIdx.x) * (kBlockThreads * kCount);
   const long long first_token = static_cast<long long>(first / kRow);
   const unsigned int first_place = static_cast<unsigned int>(first % kRow) + threadIdx.x;
+
+  // A prefetch consumes no value: whatever the previous kernel still writes reaches L2 before the loads below read it.
+  if constexpr (kEarly) {
+    constexpr int kLine = 128 / static_cast<int>(sizeof(X));
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const unsigned int place = first_place + k * kBlockThreads;
+      const long long row = first_token + place / kRow;
+      const int element = static_cast<int>(place % kRow) * kSize;
+      if (row >= tokens || element % kLine != 0) continue;
+#pragma unroll
+      for (int channel = 0; channel < kChannels; ++channel) {
+        prefetch_line(residual + row * residual_stride_tokens + channel * residual_stride_hc + element);
+      }
+      prefetch_line(x + row * x_stride_tokens + element);
+    }
+  }
 
   wait_for_previous_grid();
 
@@ -89,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     ihc_post(const X* x, const X* residual, const float* h_post, X* y, long long x_stride_tokens,
              long long residual_stride_tokens, long long residual_stride_hc, long long h_post_stride_tokens,
              long long y_stride_tokens, long long y_stride_hc, int tokens) {
-  hccupy::ihc_post_body<kXDtype, kHc, kHidden, kVec, kThreads, kPacks, kStream>(
+  hccupy::ihc_post_body<kXDtype, kHc, kHidden, kVec, kThreads, kPacks, kStream, kPrefetch>(
       x, residual, h_post, y, x_stride_tokens, residual_stride_tokens, residual_stride_hc, h_post_stride_tokens,
       y_stride_tokens, y_stride_hc, tokens);
 }

@@ -25,6 +25,16 @@ def rng(request):
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
+def pytest_terminal_summary(terminalreporter):
+    """The resource table of the NVRTC builds, gathered from every worker."""
+    rows = [v for r in terminalreporter.stats.get("passed", []) for k, v in r.user_properties if k == "kernel"]
+    if rows:
+        from .test_build import table
+
+        for line in table(rows):
+            terminalreporter.write_line(line)
+
+
 def compile_times():
     """Median and worst seconds of the session's cold compiles, by op."""
     by_op = {}

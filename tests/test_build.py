@@ -52,14 +52,6 @@ def resources(log):
     }
 
 
-class Table:
-    """Prints the table at the end of a run without workers (conftest may do so from the recorded properties)."""
-
-    def pytest_terminal_summary(self, terminalreporter):
-        for line in table(rows):
-            terminalreporter.write_line(line)
-
-
 def table(rows):
     """The lines of the resource table: one row an op, variant and architecture, the largest of its binaries."""
     if not rows:
@@ -71,13 +63,6 @@ def table(rows):
         yield f"{name[0]:24}{name[1]:14}{name[3]:10}{most['registers']:10}{most['shared']:10}{most['dynamic']:10}{most['ms']:8.0f}"
     times = [r["ms"] for r in rows]
     yield f"{len(rows)} cold compilations (CPU time): median {statistics.median(times):.0f} ms, slowest {max(times):.0f} ms; no spills, no stack"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def summary(request):
-    """Have the table printed, once."""
-    if not hasattr(request.config, "workerinput"):
-        request.config.pluginmanager.register(Table())
 
 
 @pytest.mark.parametrize("target", ARCHS)
