@@ -19,7 +19,7 @@
 //
 // A tile is 8 tokens; block `rank` of a cluster owns hidden / 8 columns of all channels. Each warp has one job, and barriers
 // in shared memory link them, so that the mma warps run tiles ahead of the apply warps:
-//   loader  bulk copies x to a ring of stages          full[stage]
+//   loader  bulk copies x to a ring of stages          full[stage]    (two other helpers: the raw weights, through the last two stages)
 //   mma     8 warps, a chunk each: dots and squares    partials[2] -> partials_full; post_pre: y in place -> y_full[stage]
 //   pusher  adds the 8 chunks, tells all 8 blocks      slots[2 * kStages] (counted in bytes)
 //   apply   4 warps, 2 tokens each: gates, then z      empty[stage]
@@ -136,7 +136,7 @@ struct IhcStream {
 
   // ---- loader ---------------------------------------------------------------------------------------------------
 
-  // `rows` rows of kRowBytes, `bytes_apart` in memory, shared_apart in shared memory, by the whole warp; for memory that bulk copies cannot read.
+  // One row of kRowBytes by the whole warp, for memory that bulk copies cannot reach.
   __device__ __forceinline__ void copy_row(char* to, const char* from) const {
     using Word = typename WordOf<2 * kVec>::Type;
     constexpr int kWords = kRowBytes / (2 * kVec);
@@ -250,7 +250,6 @@ struct IhcStream {
       }
     }
     cluster_wait();
-    // The chunk's first unit is odd where kUnits is: its group and half are known at run time only, its address is linear enough.
     Turn turn, pair;
     for (int tile = 0; tile < tiles; ++tile) {
       barrier_wait(&full[turn.index], turn.parity);
