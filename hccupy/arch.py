@@ -17,6 +17,8 @@ class Arch:
     sms: int  # multiprocessors
     smem: int  # bytes of shared memory one block may have (opt-in)
     clusters: bool = False  # thread-block clusters, programmatic dependent launch
+    clusters_of_8: int = 0  # how many clusters of 8 (16) blocks with a multiprocessor each run at once: depends on the die
+    clusters_of_16: int = 0
     ptx: bool = False  # newer than NVRTC: build PTX for `name`, let the driver finish
 
     def at_least(self, major: int, minor: int = 0) -> bool:
@@ -28,7 +30,7 @@ TABLE = (
     Arch("sm_80", (8, 0), 108, 166912),
     Arch("sm_86", (8, 6), 84, 101376),
     Arch("sm_89", (8, 9), 142, 101376),
-    Arch("sm_90a", (9, 0), 132, 232448, clusters=True),
+    Arch("sm_90a", (9, 0), 132, 232448, clusters=True, clusters_of_8=15, clusters_of_16=7),  # as seen on one H200
     Arch("sm_100a", (10, 0), 148, 232448, clusters=True),
     Arch("sm_103a", (10, 3), 148, 232448, clusters=True),
     Arch("sm_120a", (12, 0), 188, 101376, clusters=True),
@@ -73,4 +75,9 @@ def of_device(index: int) -> Arch:
 
     properties = cuda.device_properties(index)
     row = from_capability(properties["major"], properties["minor"], cuda.nvrtc_archs())
-    return replace(row, sms=properties["sms"], smem=properties["smem"])
+    here = replace(row, sms=properties["sms"], smem=properties["smem"])
+    if row.name != "sm_90a":
+        return here
+    from . import clusters
+
+    return replace(here, clusters_of_8=clusters.resident(here, index, 8), clusters_of_16=clusters.resident(here, index, 16))

@@ -128,6 +128,8 @@ def function(plan: Plan, device: int) -> Any:
                 found = module.get_function(plan.entry)
                 if plan.launch.smem:  # 48 KB without asking, static shared memory included
                     found.max_dynamic_shared_size_bytes = plan.launch.smem
+                if plan.launch.cluster > 8:
+                    cuda.allow_large_clusters(found.kernel.ptr)
                 found.kernel  # CuPy loads lazily: make it happen here  # noqa: B018
             finally:
                 os.unlink(file.name)

@@ -106,6 +106,16 @@ def driver() -> Any:
     return library
 
 
+NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
+
+
+def allow_large_clusters(function: int) -> None:
+    """Let a kernel be launched in clusters of 16 blocks."""
+    code = driver().cuFuncSetAttribute(ctypes.c_void_p(function), NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+    if code:
+        raise LaunchError(f"hccupy: clusters of 16 blocks were refused: {error_text(code)}")
+
+
 def error_text(code: int) -> str:
     """Name and sentence of a driver error."""
     name, text = ctypes.c_char_p(), ctypes.c_char_p()

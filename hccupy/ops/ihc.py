@@ -13,7 +13,7 @@ import numpy as np
 
 from ..dtypes import BY_NAME, FLOATS, from_f32, to_f32
 from ..spec import Arg, Axis, Bound, Case, OpSpec, Out, Scalar
-from .ihc_launch import HEAD_VARIANTS, POST_PRE_VARIANTS, POST_VARIANTS, PRE_VARIANTS
+from . import ihc_launch, ihc_sm90
 
 BLOCK = 16  # tokens per NumPy block: 16 x 4 x 6144 fp32 = 1.5 MB, which a core's L2 holds (one pass over all: 2.3x slower)
 SOURCE = "iHC layers of HY V4 models (independent hyper-connections)"
@@ -199,7 +199,7 @@ IHC_PRE = OpSpec(
         Out("h_post", "h_post_out", ("tokens", "hc"), "float32", ("tokens",), lead=True, meaning="gates for ihc_post"),
     ),
     reference=reference_pre,
-    variants=PRE_VARIANTS,
+    variants=(*ihc_sm90.variants("ihc_pre"), ihc_launch.PRE),
     make_inputs=inputs_pre,
     bytes_moved=lambda b: _bytes(b, 1, 1),
     cases=_cases(gated=True),
@@ -214,7 +214,7 @@ IHC_HEAD = OpSpec(
     params=(X_CHANNELS, *_weights("hc", "1"), NORM_EPS, HC_EPS, *RMS),
     outputs=(Out("y", "out", ("tokens", "hidden"), "=x", ("tokens",), lead=True, meaning="the merged hidden state"),),
     reference=reference_head,
-    variants=HEAD_VARIANTS,
+    variants=(*ihc_sm90.variants("ihc_head"), ihc_launch.HEAD),
     make_inputs=inputs_head,
     bytes_moved=lambda b: _bytes(b, 1, 1),
     cases=_cases(gated=True),
@@ -231,7 +231,7 @@ IHC_POST = OpSpec(
         Out("y", "out", ("tokens", "hc", "hidden"), "=x", ("tokens", "hc"), lead=True, alias=("residual",), meaning="the new residual channels"),
     ),
     reference=reference_post,
-    variants=POST_VARIANTS,
+    variants=(ihc_launch.POST,),
     make_inputs=inputs_post,
     bytes_moved=lambda b: _bytes(b, 2, 1),
     cases=_cases(gated=False),
@@ -250,7 +250,7 @@ IHC_POST_PRE = OpSpec(
         Out("h_post_next", "h_post_out", ("tokens", "hc"), "float32", ("tokens",), lead=True, meaning="gates for the next ihc_post"),
     ),
     reference=reference_post_pre,
-    variants=POST_PRE_VARIANTS,
+    variants=(*ihc_sm90.variants("ihc_post_pre"), ihc_launch.POST_PRE),
     make_inputs=inputs_post_pre,
     bytes_moved=lambda b: _bytes(b, 2, 2),
     cases=_cases(gated=True),

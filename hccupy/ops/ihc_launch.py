@@ -98,7 +98,7 @@ def launch_post(b: Bound, arch: Arch) -> Launch:
     return Launch((_ceil(packs, threads), 1, 1), (threads, 1, 1), pdl=arch.clusters, defines=defines, why=why)
 
 
-PRE_VARIANTS = (Variant("portable", "ihc_pre.cu", "ihc_pre", launch_pre),)
-HEAD_VARIANTS = (Variant("portable", "ihc_pre.cu", "ihc_head", launch_head),)
-POST_VARIANTS = (Variant("portable", "ihc_post.cu", "ihc_post", launch_post),)
-POST_PRE_VARIANTS = (Variant("portable", "ihc_post_pre.cu", "ihc_post_pre", launch_post_pre),)
+PRE = Variant("portable", "ihc_pre.cu", "ihc_pre", launch_pre)
+HEAD = Variant("portable", "ihc_pre.cu", "ihc_head", launch_head)
+POST = Variant("portable", "ihc_post.cu", "ihc_post", launch_post)
+POST_PRE = Variant("portable", "ihc_post_pre.cu", "ihc_post_pre", launch_post_pre)

@@ -16,10 +16,10 @@
 // Sums of squares ride along: A = x of the same registers, and the diagonal is the answer.
 #pragma once
 
-#include "convert.cuh"
-#include "ihc.cuh"
-#include "pack.cuh"
-#include "sm90_ptx.cuh"
+#include "common/convert.cuh"
+#include "common/ihc.cuh"
+#include "common/pack.cuh"
+#include "common/sm90_ptx.cuh"
 
 namespace hccupy {
 

@@ -4,7 +4,7 @@
 // run these kernels, so there are no portable twins here.
 #pragma once
 
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 namespace hccupy {
 

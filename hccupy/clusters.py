@@ -1,0 +1,27 @@
+"""How many thread-block clusters a GPU runs at once when each block takes a multiprocessor. Dies differ: ask, never assume."""
+
+from __future__ import annotations
+
+import ctypes
+
+from . import build, cuda
+from .arch import Arch
+from .plan import Plan
+from .spec import Launch
+
+
+def resident(arch: Arch, device: int, size: int) -> int:
+    """Clusters of `size` blocks, each with nearly all shared memory of a multiprocessor; 0 where none fits.
+
+    The device must be current.
+    """
+    launch = Launch((size, 1, 1), (512, 1, 1), arch.smem - 8192, cluster=size)
+    plan = Plan("clusters", "probe", "ceiling.cu", "ceiling", arch, {"kReads": 1, "kWrites": 1}, launch)
+    function = build.function(plan, device).kernel.ptr
+    attribute = (cuda.LaunchAttribute * 1)()
+    attribute[0].id = cuda.CLUSTER_DIMENSION
+    attribute[0].value[0:3] = [size, 1, 1]
+    config = cuda.LaunchConfig((ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(256, 1, 1), launch.smem, None, attribute, 1)
+    count = ctypes.c_int(0)
+    code = cuda.driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), ctypes.c_void_p(function), ctypes.byref(config))
+    return count.value if code == 0 else 0

@@ -1,0 +1,84 @@
+"""How the sm_90a tensor-core kernels of pre, head and post_pre are started.
+
+Two kernels, the same bits: one cluster of blocks per few tokens (decode), and persistent clusters that stream tiles of 8
+tokens (everything else). Which of them runs depends on tokens; whether they run at all on baked facts only.
+"""
+
+from __future__ import annotations
+
+from ..arch import Arch
+from ..spec import Bound, Launch, Variant
+from .ihc_launch import vector
+
+# Widths whose weights fit the registers of a cluster of 8 without a spill, and that the GPU suite runs.
+HIDDEN = (4096, 5120, 6144, 7168)
+CHANNELS = (2, 4)
+TILE = 8  # tokens: the n of mma.m16n8k16
+OPS = {"ihc_pre": 0, "ihc_head": 1, "ihc_post_pre": 2}
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def eligible(b: Bound, arch: Arch) -> tuple[bool, str]:
+    """Baked facts alone decide: never tokens, strides or alignment, which must not change bits."""
+    if arch.name != "sm_90a":
+        return False, "written for sm_90a"
+    if b.dtypes["x"] not in ("bfloat16", "float16"):
+        return False, "x is exact in the tensor cores' 16-bit formats only"
+    if b.axes["hc"] not in CHANNELS or b.axes["hidden"] not in HIDDEN:
+        return False, f"hc in {CHANNELS} and hidden in {HIDDEN}"
+    return True, ""
+
+
+def stream_shared(op: int, hc: int, hidden: int, norm: bool, limit: int) -> int:
+    """Shared bytes of the streaming kernel: as many stages of a tile as fit, six at most."""
+    columns = hidden // 8  # of one block of the cluster
+    stage = TILE * (hc * 2 * columns + 64 + (2 * columns + 64 if op == 2 else 0))
+    each = stage + 4608 + (32 * hc if op == 2 else 0) + (512 if norm else 0) + 56
+    fixed = 4608 + 48 + (4 * columns + 32 * (columns // 32) if norm else 0)
+    return fixed + min(6, (limit - fixed) // each) * each
+
+
+def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
+    """(launch, source file). Figures: H200, hidden 6144, hc 4, bf16, microseconds."""
+    op, tokens, hc, hidden, norm = OPS[b.op], b.axes["tokens"], b.axes["hc"], b.axes["hidden"], b.has("rms_weight")
+    arrays = ("x", "residual", "y", "z") if op == 2 else ("x", "y")
+    vec = vector(b, arrays)
+    if b.aligned["w"] < 16:
+        vec = min(vec, 4)
+    defines = {"kOp": op, "kVec": vec}
+    if tokens <= 32 and arch.clusters_of_16:
+        # pre at 8 tokens: 4 a cluster 2.59, 8 a cluster 3.06; at 16: 6 2.95, 8 3.12, 4 3.35; at 32: 8 3.88.
+        each = 4 if tokens <= 8 else 6 if tokens <= 18 and not norm else 8
+        clusters = _ceil(tokens, each)
+        why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
+        block = (hidden // 512 + 1) * 32
+        return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines={**defines, "kRanks": 16}, why=why), "cluster"
+    if op != 2 and not norm and hidden <= 6144 and tokens <= TILE * arch.clusters_of_8:
+        # 64 tokens: 4.92 against 5.74 streamed.
+        clusters = _ceil(tokens, TILE)
+        why = f"{clusters} clusters of 8 blocks, one tile each, weights and rows in registers"
+        return Launch((8 * clusters, 1, 1), (hidden // 8, 1, 1), cluster=8, pdl=True, defines={**defines, "kRanks": 8}, why=why), "cluster"
+    # post_pre at 64 tokens: 8 clusters of a whole tile 6.49, 15 clusters 7.91.
+    clusters = min(arch.clusters_of_8, _ceil(tokens, TILE))
+    smem = stream_shared(op, hc, hidden, norm, arch.smem)
+    why = f"{clusters} persistent clusters of 8 blocks stream tiles of 8 tokens through shared memory, weights in registers"
+    return Launch((8 * clusters, 1, 1), (512, 1, 1), smem, cluster=8, pdl=True, defines=defines, why=why), "stream"
+
+
+def _variant(entry: str, kind: str) -> Variant:
+    def when(b: Bound, arch: Arch) -> tuple[bool, str]:
+        ok, reason = eligible(b, arch)
+        if ok and launch(b, arch)[1] != kind:
+            return False, f"{b.axes['tokens']} tokens are for the other of the two"
+        return ok, reason
+
+    return Variant(f"sm90_{kind}", f"sm90_ihc_{kind}.cu", entry, lambda b, arch: launch(b, arch)[0], when)
+
+
+def variants(entry: str) -> tuple[Variant, ...]:
+    """Both kernels of an op, to stand before its portable one."""
+    return _variant(entry, "cluster"), _variant(entry, "stream")
+
