@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompt", default="The capital of France is", help="text to continue (default: %(default)r)")
     p.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     p.add_argument("--tokens", type=int, default=32, help="tokens to generate (default: %(default)s)")
-    p.add_argument("--framework", choices=("numpy", "torch", "cupy"), default="numpy", help="whose arrays the network uses (default: numpy)")
+    p.add_argument("--framework", choices=("numpy", "torch", "cupy"), help="whose arrays the network uses (default: numpy; with --device cuda torch or cupy)")
     p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda with cupy, else cpu")
     p.add_argument("--kv", choices=("bf16", "fp16", "fp32", "fp8"), default="bf16", help="KV-cache format (default: bf16)")
     p.add_argument("--block-size", type=int, default=16, help="slots of a KV block (default: %(default)s)")

@@ -35,17 +35,37 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line(line)
 
 
+compiled = []  # (op, variant, seconds) of every worker's cold compiles
+
+
 def compile_times():
     """Median and worst seconds of the session's cold compiles, by op."""
     by_op = {}
-    for op, _, seconds in build.compiled:
+    for op, _, seconds in compiled + build.compiled:
         by_op.setdefault(op, []).append(seconds)
     return {op: {"count": len(s), "median": round(float(np.median(s)), 3), "worst": round(max(s), 3)} for op, s in sorted(by_op.items())}
 
 
+class Gather:
+    """Under xdist, the controller's ear for what the workers measured."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node, error):
+        output = getattr(node, "workeroutput", {})
+        report.merge(output.get("worst", []))
+        compiled.extend(tuple(c) for c in output.get("compiled", []))
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Gather())
+
+
 def pytest_sessionfinish(session, exitstatus):
     """With -m gpu: write notebooks/results/<gpu>/tests.json (HCCUPY_REPORT names another place)."""
-    if session.config.getoption("-m") != "gpu" or hasattr(session.config, "workerinput") or session.config.option.collectonly:
+    if session.config.getoption("-m") != "gpu" or session.config.option.collectonly:
+        return
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput.update(worst=report.rows(), compiled=build.compiled)
         return
     import cupy
 
@@ -55,4 +75,5 @@ def pytest_sessionfinish(session, exitstatus):
     word = "h200" if "H200" in name else name.lower().replace(" ", "-")
     path = Path(os.environ.get("HCCUPY_REPORT") or ROOT / "notebooks" / "results" / word / "tests.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**record(name), "counts": counts, "exit": int(exitstatus), "cold_compile_s": compile_times(), "worst": report.rows()}, indent=1) + "\n")
+    head = {**record(name), "counts": counts, "exit": int(exitstatus), "cold_compile_s": compile_times()}
+    path.write_text(json.dumps({**head, "worst": report.rows()}, indent=1) + "\n")
