@@ -34,7 +34,10 @@ def documented(spec: OpSpec) -> Callable[[F], F]:
             lines.append(f"{p.name} : {kind}\n    {p.meaning}")
         for o in spec.outputs:
             if o.keyword:
-                lines.append(f"{o.keyword} : array like the result {o.name}, or None\n    where {o.name} is written; allocated if None" + ("" if o.allocate else "; not produced if None"))
+                lines.append(
+                    f"{o.keyword} : array like the result {o.name}, or None\n    where {o.name} is written; allocated if None"
+                    + ("" if o.allocate else "; not produced if None")
+                )
         lines.append("stream : int, torch.cuda.Stream or cupy.cuda.Stream, or None\n    overrides the framework's current stream; unused on the CPU")
         lines += ["", "Returns", "-------"]
         for o in spec.outputs:
@@ -156,8 +159,6 @@ def store_kv(cache: Array, src: Array, slot_mapping: Array, *, null_block: int |
 
 
 @documented(REGISTRY["zero_kv_tail"])
-def zero_kv_tail(
-    key_cache: Array, value_cache: Array, seq_lens: Array, block_table: Array, *, null_block: int | None = None, stream: Any = None
-) -> Any:
+def zero_kv_tail(key_cache: Array, value_cache: Array, seq_lens: Array, block_table: Array, *, null_block: int | None = None, stream: Any = None) -> Any:
     """Slots at and after seq_lens[b] in the last block of each request become zero bytes; requests of length 0 are left alone."""
     return run(REGISTRY["zero_kv_tail"], (key_cache, value_cache, seq_lens, block_table, null_block), (), stream)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import cache
 
+from . import switches
 from .errors import ArgumentError, NoGpuError
 
 
@@ -62,19 +64,33 @@ def from_capability(major: int, minor: int, supported: tuple[int, ...]) -> Arch:
     older = [s for s in supported if s <= major * 10 + minor]
     if not older:
         raise NoGpuError(
-            f"hccupy: GPU sm_{major * 10 + minor} is older than everything this NVRTC builds for {sorted(supported)}. "
-            "Install an older nvidia-cuda-nvrtc wheel."
+            f"hccupy: GPU sm_{major * 10 + minor} is older than everything this NVRTC builds for {sorted(supported)}. Install an older nvidia-cuda-nvrtc wheel."
         )
     return replace(row, name=f"compute_{max(older)}", cc=(major, minor), ptx=True)
 
 
-@cache
 def of_device(index: int) -> Arch:
-    """The Arch of CUDA device `index`, with its own multiprocessor count and shared memory size."""
+    """The Arch of CUDA device `index`, with its own multiprocessor count and shared memory size.
+
+    Without clusters where HCCUPY_LAUNCH=rawkernel, which cannot start them: plans then choose kernels without.
+    """
+    row = _measured(index)
+    return replace(row, clusters=False) if switches.rawkernel() else row
+
+
+@cache
+def _measured(index: int) -> Arch:
     from . import cuda  # here, because importing hccupy must not touch CUDA
 
     properties = cuda.device_properties(index)
-    row = from_capability(properties["major"], properties["minor"], cuda.nvrtc_archs())
+    major, minor = properties["major"], properties["minor"]
+    try:
+        supported = cuda.nvrtc_archs()
+    except NoGpuError:
+        if not os.environ.get("HCCUPY_KERNEL_BUNDLE"):
+            raise
+        supported = (10 * major + minor,)  # no compiler is needed where a bundle serves
+    row = from_capability(major, minor, supported)
     here = replace(row, sms=properties["sms"], smem=properties["smem"])
     if row.name != "sm_90a":
         return here

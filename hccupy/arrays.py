@@ -70,9 +70,7 @@ def view(op: str, name: str, obj: Any) -> tuple[ModuleType, Meta]:
     """
     found = framework(obj)
     if found is None:
-        raise FrameworkError(
-            f"{op}: {name}: expected an array (NumPy, CuPy, PyTorch, JAX or anything with __dlpack__), got {type(obj).__name__}."
-        )
+        raise FrameworkError(f"{op}: {name}: expected an array (NumPy, CuPy, PyTorch, JAX or anything with __dlpack__), got {type(obj).__name__}.")
     try:
         return found, found.meta(obj)
     except HccupyError as error:  # the framework knows what is wrong, not where

@@ -14,7 +14,7 @@ from .arrays import Meta
 from .dtypes import BY_NAME, Dtype
 from .errors import ArgumentError, CaptureError, explain
 from .frameworks import dlpack_
-from .launch import Launcher
+from .launch import Start
 from .spec import Arg, Bound, OpSpec, Out
 
 
@@ -28,7 +28,7 @@ class Binding:
         bound: Bound,
         metas: Mapping[str, Meta],
         lead: tuple[int, ...] | None,
-        launcher: Launcher | None,
+        launcher: Start | None,
     ) -> None:
         self.spec, self.framework, self.bound, self.lead, self.launcher = spec, framework, bound, lead, launcher
         self.arrays = spec.arrays
@@ -60,7 +60,12 @@ class Binding:
             return self._on_cpu(given, outs)
         index = self.bound.device[1]
         runtime = cuda.cupy().cuda.runtime
-        if runtime.getDevice() != index:
+        try:
+            current = runtime.getDevice()
+        except Exception:
+            cuda.check_fork()  # a forked child learns here what is wrong
+            raise
+        if current != index:
             with cuda.cupy().cuda.Device(index):
                 return self._on_cuda(given, outs, pointers, stream)
         return self._on_cuda(given, outs, pointers, stream)

@@ -54,12 +54,33 @@ class BoundCall:
                     raise FrameworkError(explain(self.op, name, f"a {self.framework.NAME} array like the example's", type(array).__name__, "Convert it first."))
                 address = self.pointer(array)
                 if self.key(array) != facts:
-                    raise ShapeError(explain(self.op, self.binding.spec.params[i].name, f"an array like the example's, {facts}", f"{self.key(array)}", "Bind again for other shapes."))
+                    raise ShapeError(
+                        explain(
+                            self.op,
+                            self.binding.spec.params[i].name,
+                            f"an array like the example's, {facts}",
+                            f"{self.key(array)}",
+                            "Bind again for other shapes.",
+                        )
+                    )
                 if address & 15 != align:
-                    raise LayoutError(explain(self.op, self.binding.spec.params[i].name, f"an address of the example's alignment ({align} mod 16)", f"{address & 15}", "Bind again."))
+                    raise LayoutError(
+                        explain(
+                            self.op,
+                            self.binding.spec.params[i].name,
+                            f"an address of the example's alignment ({align} mod 16)",
+                            f"{address & 15}",
+                            "Bind again.",
+                        )
+                    )
                 pointers[k] = address
         debug = self.binding.spec.debug is not None and os.environ.get("HCCUPY_DEBUG") == "1"
-        if not self.direct or debug or self.current_device() != self.device:
+        try:
+            device = self.current_device()
+        except Exception:
+            cuda.check_fork()  # a forked child learns here what is wrong
+            raise
+        if not self.direct or debug or device != self.device:
             given = self.given.copy()
             for array, (i, *_) in zip(arrays, self.arrays, strict=False):
                 given[i] = array

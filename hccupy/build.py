@@ -1,4 +1,4 @@
-"""Step 4: source and options to a loaded kernel. Own NVRTC call, own cache, then cupy.RawModule(path=cubin).
+"""Step 4: source and options to a loaded kernel: bundle, user cache or our own NVRTC call, then cupy.RawModule(path=cubin).
 
 Not cupy.RawModule(code=...): it appends -ftz=true (subnormals flushed), never picks sm_90a, and its cache key leaves out
 the headers. One load a device and process; a compile or load is refused while a CUDA graph is being captured.
@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import cache, cuda
-from .errors import CompileError
-from .plan import Plan
+from . import bundle, cache, cuda, switches
+from .errors import CompileError, LaunchError, NoGpuError
+from .plan import Plan, camel
 
 log = logging.getLogger("hccupy")
 SCHEMA = b"hccupy-cubin-1"
@@ -59,12 +59,21 @@ def options(plan: Plan) -> tuple[str, ...]:
     return (f"-arch={plan.arch.name}", "-std=c++17", "-default-device", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", *plan.flags)
 
 
-def key(plan: Plan) -> str:
-    """Cache key: everything that changes the binary."""
+def _key(*parts: bytes) -> str:
     digest = hashlib.sha256(SCHEMA)
-    for part in (sources_digest(), plan.source.encode(), repr(options(plan)).encode(), repr(cuda.nvrtc_version()).encode()):
+    for part in parts:
         digest.update(hashlib.sha256(part).digest())
     return digest.hexdigest()
+
+
+def identity(plan: Plan) -> str:
+    """Everything that changes the binary but the compiler's version: the key of bundles and of loaded kernels. Needs no NVRTC."""
+    return _key(sources_digest(), plan.source.encode(), repr(options(plan)).encode())
+
+
+def key(plan: Plan) -> str:
+    """Cache key: everything that changes the binary."""
+    return _key(identity(plan).encode(), repr(cuda.nvrtc_version()).encode())
 
 
 def compile_plan(plan: Plan, extra: tuple[str, ...] = ()) -> tuple[bytes, str]:
@@ -99,22 +108,67 @@ def _log(program: Any) -> str:
 
 
 def binary(plan: Plan) -> bytes:
-    """The cubin (PTX for an architecture newer than NVRTC), from the cache or compiled; one INFO line a cold compile."""
+    """The cubin (PTX for an architecture newer than NVRTC): from the bundle, the user's cache, or compiled."""
+    found = bundle.find(identity(plan), sources_digest().hex())
+    return cached(plan) if found is None else found
+
+
+def cached(plan: Plan) -> bytes:
+    """As `binary` without the bundle; one INFO line a cold compile.
+
+    Raises CompileError under HCCUPY_NO_JIT=1 where the cache has no such kernel.
+    """
 
     def make() -> bytes:
+        if switches.on("HCCUPY_NO_JIT"):
+            raise CompileError(_missing(plan))
         start = time.perf_counter()
         made, _ = compile_plan(plan)
         compiled.append((plan.op, plan.variant, time.perf_counter() - start))
         log.info("hccupy: compiled %s (%s) for %s in %.2f s", plan.op, plan.variant, plan.arch.name, compiled[-1][2])
         return made
 
-    return cache.get(key(plan), make)
+    try:
+        name = key(plan)
+    except NoGpuError as error:  # no NVRTC
+        if switches.on("HCCUPY_NO_JIT"):
+            raise CompileError(_missing(plan)) from error
+        raise
+    return cache.get(name, make)
+
+
+def _missing(plan: Plan) -> str:
+    """What HCCUPY_NO_JIT=1 says of a kernel that nobody built."""
+    from .ops import REGISTRY  # here, because nothing else in this file knows of ops
+
+    axes = REGISTRY[plan.op].axes if plan.op in REGISTRY else ()
+    sizes = "".join(f" {a.name}={plan.defines[camel(a.name)]}" for a in axes if a.baked)
+    folder = os.environ.get("HCCUPY_KERNEL_BUNDLE")
+    return (
+        f"{plan.op}: kernel: expected one for {plan.arch.name} ({plan.variant}) in {f'bundle {folder}' if folder else 'a bundle (HCCUPY_KERNEL_BUNDLE)'} "
+        f"or the cache, got none, and HCCUPY_NO_JIT=1 forbids compiling it. On a machine with NVRTC run: "
+        f"hccupy build {plan.op}{sizes} --arch {plan.arch.name.removeprefix('sm_')} -o DIR (dtypes and policies of the call count as well)."
+    )
+
+
+def _slot(plan: Plan, device: int) -> tuple[int, str]:
+    return device, identity(plan) + plan.entry
+
+
+def is_loaded(plan: Plan, device: int) -> bool:
+    """Can `function` answer without compiling or loading anything?"""
+    return _slot(plan, device) in _loaded
+
+
+def any_loaded(device: int) -> bool:
+    """Has this process loaded a kernel on that device?"""
+    return any(index == device for index, _ in list(_loaded))
 
 
 def function(plan: Plan, device: int) -> Any:
     """The cupy RawKernel of a plan on the current device, which must be `device`; loaded once a device and process."""
     global loads
-    slot = (device, key(plan) + plan.entry)
+    slot = _slot(plan, device)
     with _lock:
         found = _loaded.get(slot)
         if found is None:
@@ -128,13 +182,18 @@ def function(plan: Plan, device: int) -> Any:
                 found = module.get_function(plan.entry)
                 if plan.launch.smem:  # 48 KB without asking, static shared memory included
                     found.max_dynamic_shared_size_bytes = plan.launch.smem
-                if plan.launch.cluster > 8:
-                    cuda.allow_large_clusters(found.kernel.ptr)
                 found.kernel  # CuPy loads lazily: make it happen here  # noqa: B018
+            except cuda.cupy().cuda.driver.CUDADriverError as error:
+                raise LaunchError(
+                    f"{plan.op}: the driver did not load the kernel for {plan.arch.name} ({error}). "
+                    "Was it built by a newer CUDA than the driver's? `hccupy doctor` shows both."
+                ) from error
             finally:
                 os.unlink(file.name)
             _loaded[slot] = found
             loads += 1
         elif plan.launch.smem > found.max_dynamic_shared_size_bytes:
             found.max_dynamic_shared_size_bytes = plan.launch.smem
+        if plan.launch.cluster > 8:
+            cuda.allow_large_clusters(found.kernel.ptr)
         return found

@@ -10,13 +10,19 @@ from .plan import Plan
 from .spec import Launch
 
 
+def probe(arch: Arch, size: int) -> Plan:
+    """The kernel that is asked about; bundles hold it too."""
+    launch = Launch((size, 1, 1), (512, 1, 1), arch.smem - 8192, cluster=size)
+    return Plan("clusters", "probe", "ceiling.cu", "ceiling", arch, {"kReads": 1, "kWrites": 1}, launch)
+
+
 def resident(arch: Arch, device: int, size: int) -> int:
     """Clusters of `size` blocks, each with nearly all shared memory of a multiprocessor; 0 where none fits.
 
     The device must be current.
     """
-    launch = Launch((size, 1, 1), (512, 1, 1), arch.smem - 8192, cluster=size)
-    plan = Plan("clusters", "probe", "ceiling.cu", "ceiling", arch, {"kReads": 1, "kWrites": 1}, launch)
+    plan = probe(arch, size)
+    launch = plan.launch
     function = build.function(plan, device).kernel.ptr
     attribute = (cuda.LaunchAttribute * 1)()
     attribute[0].id = cuda.CLUSTER_DIMENSION

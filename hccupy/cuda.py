@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import LaunchError, NoGpuError
 
-_PID = os.getpid()
+_owner: int | None = None  # the process that first used CUDA through hccupy
 
 
 @cache
@@ -60,20 +60,28 @@ def nvrtc_archs() -> tuple[int, ...]:
 
 def device_properties(index: int) -> dict[str, int]:
     """major, minor, sms and smem (bytes a block may opt in to) of a device."""
+    check_fork()
     p = cupy().cuda.runtime.getDeviceProperties(index)
     return {"major": p["major"], "minor": p["minor"], "sms": p["multiProcessorCount"], "smem": p["sharedMemPerBlockOptin"]}
 
 
 def check_fork() -> None:
-    """CUDA does not survive fork(): say so instead of hanging or corrupting."""
-    if os.getpid() != _PID:
-        raise NoGpuError("hccupy: CUDA was set up before this process was forked. Use the spawn start method.")
+    """CUDA does not survive fork(): say so instead of hanging or corrupting. Called wherever CUDA is about to be used."""
+    global _owner
+    if _owner is None:
+        _owner = os.getpid()
+    elif _owner != os.getpid():
+        raise NoGpuError(
+            "hccupy: CUDA was used before this process was forked, and does not work in the child. "
+            "Use multiprocessing's spawn start method, or call hccupy only after the fork."
+        )
 
 
 # ---- cuLaunchKernelEx -------------------------------------------------------------------------------------------
 
 CLUSTER_DIMENSION = 4
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
+NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED: what a forked child gets
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -121,11 +129,13 @@ def error_text(code: int) -> str:
     name, text = ctypes.c_char_p(), ctypes.c_char_p()
     driver().cuGetErrorName(code, ctypes.byref(name))
     driver().cuGetErrorString(code, ctypes.byref(text))
-    return f"{(name.value or b'?').decode()} ({code}): {(text.value or b'unknown error').decode()}"
+    hint = " (was this process forked after CUDA was used? Use the spawn start method)" if code == NOT_INITIALIZED else ""
+    return f"{(name.value or b'?').decode()} ({code}): {(text.value or b'unknown error').decode()}{hint}"
 
 
 def is_capturing(stream: int) -> bool:
     """Is a CUDA graph being captured on this stream?"""
+    check_fork()
     status = ctypes.c_int(0)
     code = driver().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
     if code == 900:  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: asked of the legacy stream while another one captures

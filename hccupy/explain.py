@@ -23,7 +23,9 @@ def imagine(spec: OpSpec, sizes: dict[str, Any], dtype: str = "bfloat16") -> Bou
     known = {a.name for a in spec.axes} | {p.name for p in spec.params} | set(spec.imagine)
     for name in sizes:
         if name not in known:
-            raise ArgumentError(explain(spec.name, name, "an axis, scalar or optional array of the op", "an unknown word", f"Known: {', '.join(sorted(known))}."))
+            raise ArgumentError(
+                explain(spec.name, name, "an axis, scalar or optional array of the op", "an unknown word", f"Known: {', '.join(sorted(known))}.")
+            )
     if not any(dtype in p.dtypes for p in spec.args):
         words = ", ".join(dict.fromkeys(d for p in spec.args for d in p.dtypes if not d.startswith("=")))
         raise DtypeError(explain(spec.name, "dtype", f"one of {words}", repr(dtype)))

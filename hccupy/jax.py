@@ -50,7 +50,9 @@ def run(spec: OpSpec, given: Sequence[Any]) -> Any:
             present.append(value is not None)
             if value is not None:
                 if not isinstance(value, jax.Array):
-                    raise FrameworkError(explain(spec.name, p.name, "a JAX array like the first argument", type(value).__name__, "Convert it with jnp.asarray."))
+                    raise FrameworkError(
+                        explain(spec.name, p.name, "a JAX array like the first argument", type(value).__name__, "Convert it with jnp.asarray.")
+                    )
                 arrays.append(value)
         else:
             scalars.append(check.scalar(spec, p, value))
@@ -119,15 +121,15 @@ class _Launchers:
 
     def __init__(self, spec: OpSpec, bound: Bound, lead: tuple[int, ...] | None) -> None:
         self.spec, self.bound, self.lead = spec, bound, lead or ()
-        self.by_device: dict[int, launch.Launcher] = {}
+        self.by_device: dict[int, launch.Start] = {}
         self.lock = threading.Lock()
 
-    def on(self, device: int) -> launch.Launcher:
+    def on(self, device: int) -> launch.Start:
         """The launcher of `device`, which must be current."""
         with self.lock:
             if device not in self.by_device:
                 made = plan.make(self.spec, self.bound, arch.of_device(device))
-                self.by_device[device] = launch.Launcher(self.spec, made, self.bound, build.function(made, device).kernel.ptr)
+                self.by_device[device] = launch.launcher(self.spec, made, self.bound, device)
             return self.by_device[device]
 
 

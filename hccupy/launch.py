@@ -7,12 +7,16 @@ axes their spec lists, run-time scalars, run-time axes. `parameters` states it; 
 from __future__ import annotations
 
 import ctypes
+import importlib
+import logging
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from . import cuda
+import numpy as np
+
+from . import build, cuda, switches
 from .errors import LaunchError
 from .plan import Plan
 from .spec import Bound, OpSpec
@@ -33,6 +37,8 @@ def parameters(spec: OpSpec) -> Iterator[tuple[str, str]]:
             yield length.name, "int"
 
 
+Start = Callable[[Sequence[int], int], None]  # (addresses of the arrays, stream handle): starts the kernel
+log = logging.getLogger("hccupy")
 _FORMAT = {"pointer": "Q", "long long": "q", "float": "f", "int": "i"}
 
 
@@ -109,8 +115,60 @@ class Launcher:
         config.stream = stream
         code = self.call(address, self.function, table, None)
         if code:
+            cuda.check_fork()
             launch = self.plan.launch
             raise LaunchError(
                 f"{self.op}: the driver refused the launch: {cuda.error_text(code)}; grid {launch.grid}, block {launch.block}, "
                 f"{launch.smem} bytes of shared memory, cluster {launch.cluster}"
             )
+
+
+class RawLauncher:
+    """The same start through cupy.RawKernel, public from end to end: no clusters, no programmatic dependent launch."""
+
+    def __init__(self, spec: OpSpec, plan: Plan, bound: Bound, kernel: Any) -> None:
+        if plan.launch.cluster > 1:
+            raise LaunchError(
+                f"{spec.name}: {plan.variant} needs clusters of {plan.launch.cluster} blocks, which HCCUPY_LAUNCH=rawkernel cannot start. Unset it."
+            )
+        kinds = [kind for _, kind in parameters(spec)]
+        types = {"long long": np.int64, "float": np.float32, "int": np.int32}
+        rest = kinds[kinds.count("pointer") :]
+        self.rest = tuple(types[kind](value) for kind, value in zip(rest, values(spec, bound), strict=True))
+        self.op, self.plan, self.kernel = spec.name, plan, kernel
+        self.cuda = cuda.cupy().cuda
+
+    def __call__(self, pointers: Sequence[int], stream: int) -> None:
+        """Start the kernel. The current device must be the arrays'.
+
+        Raises LaunchError with the driver's words.
+        """
+        how = self.plan.launch
+        try:
+            with self.cuda.ExternalStream(stream):  # a new one each time: CuPy's notion of the current stream is left as it was
+                self.kernel(how.grid, how.block, (*map(np.uint64, pointers), *self.rest), shared_mem=how.smem)
+        except self.cuda.driver.CUDADriverError as error:
+            cuda.check_fork()
+            raise LaunchError(f"{self.op}: the driver refused the launch: {error}; grid {how.grid}, block {how.block}, {how.smem} bytes of shared memory") from error
+
+
+def launcher(spec: OpSpec, plan: Plan, bound: Bound, device: int) -> Start:
+    """The plan's kernel, loaded on `device` (which must be current) and ready to start in the way the switches ask for."""
+    kernel = build.function(plan, device)
+    start: Start = RawLauncher(spec, plan, bound, kernel) if switches.rawkernel() else Launcher(spec, plan, bound, kernel.kernel.ptr)
+    return ranged(spec.name, start) if switches.on("HCCUPY_NVTX") else start
+
+
+def ranged(op: str, start: Start) -> Start:
+    """`start` inside an NVTX range "hccupy.op"; as it is, with a warning, where the package nvtx is missing."""
+    try:
+        nvtx = importlib.import_module("nvtx")
+    except ImportError:
+        log.warning("hccupy: HCCUPY_NVTX=1 needs the package nvtx: pip install nvtx")
+        return start
+
+    def inside(pointers: Sequence[int], stream: int) -> None:
+        with nvtx.annotate(f"hccupy.{op}"):
+            start(pointers, stream)
+
+    return inside

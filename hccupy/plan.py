@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .arch import Arch
 from .dtypes import BY_NAME
 from .errors import ArgumentError, ShapeError, explain
-from .spec import Bound, Launch, OpSpec
+from .spec import Bound, Launch, OpSpec, Variant
 
 MOST_BLOCKS = 2**31 - 1  # CUDA's limit of grid.x
 
@@ -53,9 +53,21 @@ def base_defines(spec: OpSpec, bound: Bound) -> dict[str, int]:
     return defines
 
 
+def launch_of(v: Variant, bound: Bound, arch: Arch) -> tuple[Launch | None, str]:
+    """(how a variant would be started, ""), or (None, why it cannot run this)."""
+    ok, reason = v.when(bound, arch)
+    if not ok:
+        return None, reason
+    launch = v.launch(bound, arch)
+    if launch.cluster > 1 and not arch.clusters:
+        return None, "needs thread-block clusters"
+    return launch, ""
+
+
 def candidates(spec: OpSpec, bound: Bound, arch: Arch) -> list[tuple[str, bool, str]]:
     """(variant, can it run this, why not) in order of preference."""
-    return [(v.name, *v.when(bound, arch)) for v in spec.variants]
+    found = [(v.name, *launch_of(v, bound, arch)) for v in spec.variants]
+    return [(name, launch is not None, reason) for name, launch, reason in found]
 
 
 def make(spec: OpSpec, bound: Bound, arch: Arch) -> Plan:
@@ -65,9 +77,8 @@ def make(spec: OpSpec, bound: Bound, arch: Arch) -> Plan:
     """
     reasons = []
     for v in spec.variants:
-        ok, reason = v.when(bound, arch)
-        if ok:
-            launch = v.launch(bound, arch)
+        launch, reason = launch_of(v, bound, arch)
+        if launch is not None:
             if launch.grid[0] > MOST_BLOCKS:
                 got = f"{launch.grid[0]:,} blocks for {', '.join(f'{a.name} = {bound.axes[a.name]:,}' for a in spec.axes if not a.baked)}"
                 raise ShapeError(explain(spec.name, "grid", f"at most {MOST_BLOCKS:,} blocks", got, "Split the call."))

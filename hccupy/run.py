@@ -30,9 +30,7 @@ def run(spec: OpSpec, given: Sequence[Any], outs: Sequence[Any] = (), stream: An
     return binding(given, outs, pointers, stream)
 
 
-def prepare(
-    spec: OpSpec, given: Sequence[Any], outs: Sequence[Any], stream: Any
-) -> tuple[ModuleType, Sequence[Any], Sequence[Any], list[int], Binding | None]:
+def prepare(spec: OpSpec, given: Sequence[Any], outs: Sequence[Any], stream: Any) -> tuple[ModuleType, Sequence[Any], Sequence[Any], list[int], Binding | None]:
     """(framework, arguments, outputs, addresses, what is known of such a call); None where JAX has to make the call."""
     framework = _framework(spec, given)
     if framework.NAME == "dlpack":  # read each foreign array once
@@ -91,14 +89,15 @@ def bind(spec: OpSpec, framework: ModuleType, given: Sequence[Any], outs: Sequen
     if bound.device[0] == "cuda" and all(bound.axes[a] for a in spec.empty):
         _kind, index = bound.device
         handle = framework.stream(index, given[0]) if stream is None else stream_handle(stream)
-        if cuda.is_capturing(handle):
-            raise CaptureError(
-                f"{spec.name}: this call is new (shapes, dtypes or strides) and a CUDA graph is being captured: its kernel cannot be "
-                "compiled or loaded now. Call it once with such arguments before the capture (hccupy.warmup does that)."
-            )
+        capturing = cuda.is_capturing(handle)
         with cuda.cupy().cuda.Device(index):
-            made = plan.make(spec, bound, arch.of_device(index))  # 3
-            launcher = launch.Launcher(spec, made, bound, build.function(made, index).kernel.ptr)  # 4
+            made = None if capturing and not build.any_loaded(index) else plan.make(spec, bound, arch.of_device(index))  # 3
+            if made is None or (capturing and not build.is_loaded(made, index)):
+                raise CaptureError(
+                    f"{spec.name}: a CUDA graph is being captured and the kernel of this call is not loaded: it cannot be compiled or loaded now. "
+                    "Call the op once with such arguments before the capture, or use hccupy.warmup."
+                )
+            launcher = launch.launcher(spec, made, bound, index)  # 4
     return Binding(spec, framework, bound, metas, check.lead_of(spec, metas), launcher)
 
 

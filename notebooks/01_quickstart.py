@@ -96,8 +96,16 @@ qkv = rng.standard_normal((6, (q_heads + 2 * kv_heads) * head_dim)).astype(ml_dt
 ones = np.ones(head_dim, np.float32)
 
 q = hccupy.rope_norm_store_kv(
-    key_cache, value_cache, qkv, cos_sin, seq_lens, q_index, block_table,
-    q_norm_weight=ones, k_norm_weight=ones, qk_norm_policy="norm_then_rope",
+    key_cache,
+    value_cache,
+    qkv,
+    cos_sin,
+    seq_lens,
+    q_index,
+    block_table,
+    q_norm_weight=ones,
+    k_norm_weight=ones,
+    qk_norm_policy="norm_then_rope",
 )
 print("q", q.shape, q.dtype)
 written = np.argwhere(key_cache.astype(np.float32).any((2, 3)))

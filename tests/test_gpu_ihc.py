@@ -38,7 +38,9 @@ def test_ihc_every_framework(op, dtype, rng, on):
 def test_ihc_model_widths(op, hidden, rng):
     """G2: every width by its own kernel, at sizes that reach every variant."""
     for tokens in (1, 17, 70, 300):
-        case = Case("width", {"tokens": tokens, "hc": 4, "hidden": hidden}, REGISTRY[op].cases[0].scalars, "bfloat16", {"norm": op != "ihc_post" and tokens == 17})
+        case = Case(
+            "width", {"tokens": tokens, "hc": 4, "hidden": hidden}, REGISTRY[op].cases[0].scalars, "bfloat16", {"norm": op != "ihc_post" and tokens == 17}
+        )
         checks.case_is_right(REGISTRY[op], case, rng, TORCH)
 
 
@@ -80,7 +82,9 @@ def test_ihc_invariance_16384_and_100_repeats(op, rng):
             assert torch.equal(again.view(torch.uint8), part.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("hc", "hidden", "dtype"), [(4, 6144, "bfloat16"), (4, 4096, "float16"), (4, 96, "bfloat16"), (2, 4100, "bfloat16"), (8, 576, "float32")])
+@pytest.mark.parametrize(
+    ("hc", "hidden", "dtype"), [(4, 6144, "bfloat16"), (4, 4096, "float16"), (4, 96, "bfloat16"), (2, 4100, "bfloat16"), (8, 576, "float32")]
+)
 @pytest.mark.parametrize("op", checks.IHC)
 def test_ihc_strides_do_not_matter(op, hc, hidden, dtype, rng):
     checks.strides_do_not_matter(op, hc, hidden, dtype, rng, TORCH)
@@ -118,7 +122,10 @@ def test_ihc_redzones(op, rng):
 
     spec = REGISTRY[op]
     for tokens, hidden in ((1, 6144), (77, 6144), (3, 257)):
-        given = {k: TORCH.put(v) for k, v in spec.make_inputs(Case("red", {"tokens": tokens, "hc": 4, "hidden": hidden}, spec.cases[0].scalars, "bfloat16"), rng).items()}
+        given = {
+            k: TORCH.put(v)
+            for k, v in spec.make_inputs(Case("red", {"tokens": tokens, "hc": 4, "hidden": hidden}, spec.cases[0].scalars, "bfloat16"), rng).items()
+        }
         plain = getattr(hccupy, op)(**given)
         outs, zones = {}, []
         for o, r in zip(spec.outputs, plain if isinstance(plain, tuple) else (plain,), strict=True):

@@ -73,7 +73,6 @@ def _copies(given):
     return out
 
 
-
 def _close(label, g, w):
     """Codes and 16-bit values may differ by one where fp32 rounding straddles a midpoint; everything else is equal."""
     assert g.shape == w.shape and g.dtype == w.dtype, label
@@ -90,7 +89,9 @@ def _close(label, g, w):
     assert (np.abs(a - b)[off] <= 1).all(), f"{label}: more than one step apart"
 
 
-ROPE = [(op, c) for op in ("rope_norm_store_kv", "rope_norm_store_kv_fp8", "store_kv", "zero_kv_tail") for c in REGISTRY[op].cases if not c.name.startswith("bench")]
+ROPE = [
+    (op, c) for op in ("rope_norm_store_kv", "rope_norm_store_kv_fp8", "store_kv", "zero_kv_tail") for c in REGISTRY[op].cases if not c.name.startswith("bench")
+]
 
 
 @pytest.mark.parametrize(("op", "case"), [pytest.param(o, c, id=f"{o}-{c.name}") for o, c in ROPE])

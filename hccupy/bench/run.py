@@ -124,9 +124,7 @@ def host_times() -> list[dict[str, Any]]:
     return rows
 
 
-def run_bench(
-    ops: Sequence[str], output: Path, *, match: str = "", compiled: bool = False, with_peers: bool = True, check: Path | None = None
-) -> int:
+def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bool = False, with_peers: bool = True, check: Path | None = None) -> int:
     """Run, print, write bench.json and bench.csv beside it. Exit status: 1 where --check finds a slower case.
 
     Raises NoGpuError without a GPU or torch, WrongResultError where a result is wrong.

@@ -174,5 +174,3 @@ def to_numpy(array: Any) -> Any:
 def from_numpy(array: Any) -> Any:
     """The array itself."""
     return array
-
-

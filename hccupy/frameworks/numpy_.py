@@ -35,8 +35,7 @@ def meta(array: Any) -> Meta:
     item = array.dtype.itemsize or 1
     if any(s % item for s in array.strides):
         raise LayoutError(
-            f"expected strides of whole elements, got byte strides {array.strides} of {array.dtype.name}. "
-            "Copy it first (a field of a structured array)."
+            f"expected strides of whole elements, got byte strides {array.strides} of {array.dtype.name}. Copy it first (a field of a structured array)."
         )
     return Meta(array.shape, tuple(s // item for s in array.strides), array.dtype.name, CPU, not array.flags.writeable)
 

@@ -45,8 +45,7 @@ def meta(array: Any) -> Meta:
     """Facts of `array`."""
     if array.layout is not torch.strided or "Fake" in type(array).__name__:
         raise FrameworkError(
-            f"expected a dense torch tensor with storage, got {type(array).__name__} with layout {array.layout}. "
-            "Inside torch.compile call the registered op."
+            f"expected a dense torch tensor with storage, got {type(array).__name__} with layout {array.layout}. Inside torch.compile call the registered op."
         )
     if array.device.type not in ("cpu", "cuda"):
         raise DeviceError(f"expected a tensor on cpu or cuda, got one on {array.device}. Move it with .cuda() or .cpu().")

@@ -9,8 +9,7 @@ from .rope_norm_store_kv import ROPE_NORM_STORE_KV, ROPE_NORM_STORE_KV_FP8
 from .store_kv import STORE_KV, ZERO_KV_TAIL
 
 REGISTRY: dict[str, OpSpec] = {
-    spec.name: spec
-    for spec in (IHC_PRE, IHC_HEAD, IHC_POST, IHC_POST_PRE, ROPE_NORM_STORE_KV, ROPE_NORM_STORE_KV_FP8, STORE_KV, ZERO_KV_TAIL)
+    spec.name: spec for spec in (IHC_PRE, IHC_HEAD, IHC_POST, IHC_POST_PRE, ROPE_NORM_STORE_KV, ROPE_NORM_STORE_KV_FP8, STORE_KV, ZERO_KV_TAIL)
 }
 
 

@@ -227,9 +227,7 @@ IHC_POST = OpSpec(
     summary="Gated residual add: y[:, i] = h_post[:, i] * x + residual[:, i].",
     axes=AXES,
     params=(X_BLOCK, RESIDUAL, H_POST),
-    outputs=(
-        Out("y", "out", ("tokens", "hc", "hidden"), "=x", ("tokens", "hc"), lead=True, alias=("residual",), meaning="the new residual channels"),
-    ),
+    outputs=(Out("y", "out", ("tokens", "hc", "hidden"), "=x", ("tokens", "hc"), lead=True, alias=("residual",), meaning="the new residual channels"),),
     reference=reference_post,
     variants=(ihc_launch.POST,),
     make_inputs=inputs_post,

@@ -81,4 +81,3 @@ def _variant(entry: str, kind: str) -> Variant:
 def variants(entry: str) -> tuple[Variant, ...]:
     """Both kernels of an op, to stand before its portable one."""
     return _variant(entry, "cluster"), _variant(entry, "stream")
-
