@@ -121,7 +121,7 @@ def test_explain_unknown_architecture(refused):
 
 
 def test_explain_without_a_gpu(refused, monkeypatch):
-    monkeypatch.setattr("hccupy.explain._here", lambda: None)
+    monkeypatch.setattr("hccupy.explain.here", lambda: None)
     assert "--arch" in refused("explain", "ihc_pre", "hc=4", "hidden=64")
 
 

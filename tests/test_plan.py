@@ -144,7 +144,8 @@ def test_plans_are_legal_on_every_architecture(op, rng):
             assert 1 <= threads <= 1024 and threads % 32 == 0, (case.name, target.name, how)
             assert 1 <= how.grid[0] < 2**31 and how.grid[1:] == (1, 1), (case.name, target.name, how)
             assert 0 <= how.smem <= target.smem, (case.name, target.name, how)
-            assert 1 <= how.cluster <= 8 and (how.cluster == 1 or target.clusters) and how.grid[0] % how.cluster == 0
+            assert 1 <= how.cluster <= (16 if target.clusters_of_16 else 8) and (how.cluster == 1 or target.clusters)
+            assert how.grid[0] % how.cluster == 0
             assert not how.pdl or target.clusters
             assert how.why
             assert all(isinstance(v, int) and re.fullmatch(r"k[A-Za-z0-9]+|HCCUPY_[A-Z0-9_]+", n) for n, v in made.defines.items()), made.defines

@@ -39,11 +39,39 @@ def eager_post_pre(k: Kwargs) -> Any:
     return (y, *eager_pre({**k, "x": y}))
 
 
+def eager_rope(k: Kwargs) -> Any:
+    """rope_norm_store_kv (NeoX, full rotary, norm_then_rope) in plain torch: norms, rotation, two index_puts; no tail."""
+    import torch
+
+    kv_heads, dim = k["key_cache"].shape[2:]
+    v_dim = k["value_cache"].shape[3]
+    tokens = k["qkv"].shape[0]
+    q_width = k["qkv"].shape[1] - kv_heads * (dim + v_dim)
+    q, key, value = k["qkv"].split([q_width, kv_heads * dim, kv_heads * v_dim], dim=1)
+    row = torch.arange(tokens, device=q.device)
+    request = torch.searchsorted(k["q_index"], row, right=True) - 1
+    position = k["seq_lens"][request] - (k["q_index"][request + 1] - row)
+    cos, sin = k["cos_sin"][position][:, None].chunk(2, -1)
+
+    def one(x: Any, weight: Any) -> Any:
+        x = x.view(tokens, -1, dim).float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + k["norm_eps"]) * weight.float()
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    size = k["key_cache"].shape[1]
+    place = k["block_table"][request, position // size].long(), (position % size).long()
+    k["key_cache"].index_put_(place, one(key, k["k_norm_weight"]).to(k["key_cache"].dtype))
+    k["value_cache"].index_put_(place, value.view(tokens, kv_heads, v_dim))
+    return one(q, k["q_norm_weight"]).to(q.dtype)
+
+
 EAGER: dict[str, Callable[[Kwargs], Any]] = {
     "ihc_pre": eager_pre,
     "ihc_head": eager_pre,
     "ihc_post": eager_post,
     "ihc_post_pre": eager_post_pre,
+    "rope_norm_store_kv": eager_rope,
 }
 
 

@@ -1,0 +1,45 @@
+"""Microseconds and share of the byte floor against tokens, from a bench report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def series(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Our records by curve: op, with the norm, mode and heads that tell curves apart; each sorted by tokens."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for r in report["records"]:
+        if "peer" in r or "at-1025" in r["case"] or r.get("q_heads") not in (None, 64):
+            continue
+        name = r["op"] + (" + norm" if r.get("norm") else "") + (f" {r['mode']}" if "mode" in r else "")
+        found.setdefault(name, []).append(r)
+    return {n: sorted(rows, key=lambda r: r["tokens"]) for n, rows in found.items() if len(rows) > 1}
+
+
+def plot(report: dict[str, Any], path: Path) -> bool:
+    """Write the figure; False where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5))
+    for name, rows in series(report).items():
+        tokens = [r["tokens"] for r in rows]
+        left.plot(tokens, [r["us"] for r in rows], marker="o", ms=3, label=name)
+        right.plot(tokens, [r["share"] for r in rows], marker="o", ms=3, label=name)
+    for axis, title in ((left, "microseconds a call"), (right, "share of the byte floor")):
+        axis.set(xscale="log", xlabel="tokens", title=title)
+        axis.grid(alpha=0.3)
+    left.set_yscale("log")
+    right.set_ylim(0, 1.05)
+    right.axhline(1, color="grey", lw=0.8)
+    left.legend(fontsize=7)
+    figure.suptitle(f"hccupy on {report['gpu']}, {report['date']}, commit {report['commit'][:9]}; bf16, hc 4, hidden 6144, 64/8 heads of 128")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True
