@@ -89,8 +89,9 @@ def bind(spec: OpSpec, framework: ModuleType, given: Sequence[Any], outs: Sequen
     if bound.device[0] == "cuda" and all(bound.axes[a] for a in spec.empty):
         _kind, index = bound.device
         handle = framework.stream(index, given[0]) if stream is None else stream_handle(stream)
-        capturing = cuda.is_capturing(handle)
         with cuda.cupy().cuda.Device(index):
+            cuda.ensure_context()  # a thread's first call may be this one
+            capturing = cuda.is_capturing(handle)
             made = None if capturing and not build.any_loaded(index) else plan.make(spec, bound, arch.of_device(index))  # 3
             if made is None or (capturing and not build.is_loaded(made, index)):
                 raise CaptureError(

@@ -1,6 +1,8 @@
-"""Markdown tables generated from the specs, for the README (a test compares them)."""
+"""Markdown for the README, generated from the specs and the committed reports (a test compares them)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from .ops import REGISTRY
 from .spec import Arg, OpSpec
@@ -24,3 +26,38 @@ def op_table() -> str:
     """The README's table of ops. Bold arrays are written in place; `?` marks optional ones."""
     head = "| op | what it computes | arrays | results | dtypes |\n|---|---|---|---|---|"
     return "\n".join([head, *(op_row(spec) for spec in REGISTRY.values())])
+
+
+def status(tests: dict[str, Any], bench: dict[str, Any]) -> str:
+    """The README's status: what the committed reports of the GPU suite and the bench say."""
+    counts = tests["counts"]
+    ulps = max(float(r["ulps"]) for r in tests["worst"] if "ulps" in r and r["dtype"] != "float32")
+    gates = max(float(r["relative"]) for r in tests["worst"] if "relative" in r and r["op"].startswith("ihc"))
+    lines = [
+        f"Version 0.1, alpha. {tests['gpu']}, {tests['date']}: GPU suite {counts['passed']} passed, {counts['failed'] + counts['error']} failed, "
+        f"{counts['skipped']} skipped; worst error of 16-bit results {ulps:.2f} ulp, of gates {gates:.1e} relative to fp64.",
+        "",
+        f"Microseconds a call on {bench['gpu']} ({bench['date']}; CUDA graph of consecutive calls with programmatic dependent launch, "
+        "cold L2, median; bf16, hc 4, hidden 6144; RoPE with 64/8 heads of 128, decode at length 1041), and the share of the byte floor "
+        "at the measured memory rate of the same run:",
+        "",
+    ]
+    sizes = [1, 16, 64, 256, 1024, 4096, 16384]
+    lines += ["| op | " + " | ".join(map(str, sizes)) + " | share at 16384 |", "|---|" + "---|" * (len(sizes) + 1)]
+    rows: dict[str, dict[int, dict[str, Any]]] = {}
+    for r in bench["records"]:
+        if "peer" in r or r["dtype"] != "bfloat16" or (r.get("hc"), r.get("hidden")) not in ((4, 6144), (None, None)):
+            continue
+        if r.get("q_heads") not in (None, 64) or r.get("length") == 1025 or r.get("layout", "dense") != "dense" or r["op"] in ("store_kv", "zero_kv_tail"):
+            continue
+        name = f"`{r['op']}`" + (" + norm" if r.get("norm") else "")
+        rows.setdefault(name, {})[r["tokens"]] = r
+    for name, row in rows.items():
+        cells = [f"{row[n]['us']:.1f}" if n in row else "" for n in sizes]
+        share = f"{row[16384]['share']:.2f}" if 16384 in row else ""
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {share} |")
+    host = {(h["op"], h["call"]): h["us"] for h in bench["host"]}
+    words = [f"`{op}` {host[op, 'plain']:.0f} / {host[op, 'out']:.0f} / {host[op, 'bound']:.0f}" for op in ("ihc_pre", "ihc_post", "rope_norm_store_kv")]
+    lines += ["", f"Host time a call with torch tensors, in microseconds (allocating / `out=` / `hccupy.bind`): {', '.join(words)}."]
+    lines += ["Reports: `notebooks/results/h200/tests.json`, `notebooks/results/h200/bench.json`, `notebooks/results/h200/bench.png`."]
+    return "\n".join(lines)

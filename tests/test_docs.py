@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -16,6 +17,13 @@ README = (ROOT / "README.md").read_text()
 def test_op_table_is_generated():
     held = README.split("see hccupy/tables.py -->\n")[1].split("<!-- /ops -->")[0].strip()
     assert held == tables.op_table(), "paste the output of: python -c 'from hccupy import tables; print(tables.op_table())'"
+
+
+def test_status_is_what_the_reports_say():
+    """Every figure of the README comes from a report committed under notebooks/results/."""
+    results = ROOT / "notebooks" / "results" / "h200"
+    held = README.split("<!-- status -->\n")[1].split("<!-- /status -->")[0].strip()
+    assert held == tables.status(json.loads((results / "tests.json").read_text()), json.loads((results / "bench.json").read_text()))
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.S))

@@ -276,6 +276,27 @@ def test_ihc_eight_threads(rng):
     assert not wrong, wrong[:3]
 
 
+def test_ihc_first_call_of_a_new_thread():
+    """A shape nobody has called yet, in a thread that has no CUDA context of its own yet."""
+    import torch
+
+    x, residual, h = torch.randn(2, 328, device="cuda"), torch.randn(2, 4, 328, device="cuda"), torch.rand(2, 4, device="cuda")
+    torch.cuda.synchronize()
+    found = []
+
+    def work():
+        try:
+            found.append(hccupy.ihc_post(x, residual, h))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert isinstance(found[0], torch.Tensor), found[0]
+    assert torch.equal(found[0], hccupy.ihc_post(x, residual, h))
+
+
 def test_ihc_errors_on_the_gpu_write_nothing():
     """CPU index or gate tensors with GPU data name the argument; an overlapping output is refused."""
     import torch
