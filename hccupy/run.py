@@ -72,6 +72,11 @@ def prepare(spec: OpSpec, given: Sequence[Any], outs: Sequence[Any], stream: Any
     return framework, given, outs, pointers, binding
 
 
+def forget() -> None:
+    """Work everything out anew at the next calls (after a change to the registry)."""
+    _memo.clear()
+
+
 def bind(spec: OpSpec, framework: ModuleType, given: Sequence[Any], outs: Sequence[Any], pointers: Sequence[int], stream: Any) -> Binding:
     """Steps 1 to 4 of a call seen for the first time: facts, checks, plan, kernel."""
     metas = {}

@@ -21,6 +21,7 @@ from ..ops import REGISTRY
 from ..provenance import record
 from ..spec import Case, OpSpec
 from . import inputs, peers, timing
+from .chain import chain_times
 from .plot import plot
 
 CEILING = {"ihc_pre": "read4write1", "ihc_head": "read4write1", "ihc_post": "read5write4", "ihc_post_pre": "read5write5"}
@@ -168,7 +169,8 @@ def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bo
             progress.advance(bar)
         progress.update(bar, description="host time")
         host = host_times() if not match else []
-    report = {**record(torch.cuda.get_device_name()), "ceilings_tbps": ceilings, "records": records, "host": host}
+        chain = chain_times() if not match else []
+    report = {**record(torch.cuda.get_device_name()), "ceilings_tbps": ceilings, "records": records, "host": host, "chain": chain}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n")
     with output.with_suffix(".csv").open("w", newline="") as file:
@@ -199,6 +201,8 @@ def show(console: Any, report: dict[str, Any]) -> None:
             f"{best:.2f}" if best else "-", f"{best / r['us']:.1f}" if best else "-",
         )  # fmt: skip
     console.print(table)
+    for c in report["chain"]:
+        console.print(f"layer of matmuls and post_pre, {c['tokens']} tokens, dependent launch {'on' if c['pdl'] else 'off'}: {c['us_per_layer']:.2f} us")
     for h in report["host"]:
         console.print(f"host {h['op']} {h['call']}: {h['us']:.1f} us")
 
