@@ -5,6 +5,10 @@ Importing this touches no CUDA and imports neither torch nor jax.
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
+from . import traced as _traced  # noqa: F401  (torch.compile sees the registered ops)
 from .api import (
     ihc_head,
     ihc_post,
@@ -33,7 +37,11 @@ from .errors import (
     UnknownOpError,
 )
 from .explain import supports
+from .logs import from_environment as _log_as_asked
 from .version import __version__
+from .warmup import warmup
+
+_log_as_asked()
 
 __all__ = [
     "ArgumentError",
@@ -60,5 +68,17 @@ __all__ = [
     "rope_norm_store_kv_fp8",
     "store_kv",
     "supports",
+    "warmup",
     "zero_kv_tail",
 ]
+
+# Imported when they are asked for, and not in __all__: most need torch.
+_LAZY = {"nn": ".nn", "compat": ".compat", "torch_ops": ".torch_ops"}
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LAZY:
+        return _import_module(_LAZY[name], __name__)
+    if name in ("patch", "unpatch"):
+        return getattr(_import_module(".patching", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -150,7 +150,7 @@ class Binding:
                 memory = cupy.cuda.UnownedMemory(pointer + low, max(high - low, 1), self)
                 strides = tuple(s * dtype.itemsize for s in meta.strides)
                 source = cupy.ndarray(meta.shape, dtype.np, cupy.cuda.MemoryPointer(memory, -low), strides)
-                with cupy.cuda.ExternalStream(handle):
+                with cuda.on_stream(handle):
                     value = cupy.asnumpy(source)
             setattr(b, a.name, value)
         if self.spec.debug is not None:

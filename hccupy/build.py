@@ -86,9 +86,7 @@ def compile_plan(plan: Plan, extra: tuple[str, ...] = ()) -> tuple[bytes, str]:
     files = sources()
     headers = [name for name in files if name.endswith(".cuh")]
     # Headers are handed over from memory, by the exact words of the #include lines: what is hashed is what is compiled.
-    program = nvrtc.createProgram(
-        files[plan.source].decode(), f"kernels/{plan.source}", [files[h] for h in headers], [h.encode() for h in headers]
-    )
+    program = nvrtc.createProgram(files[plan.source].decode(), f"kernels/{plan.source}", [files[h] for h in headers], [h.encode() for h in headers])
     try:
         nvrtc.compileProgram(program, (*options(plan), *extra))
         # CuPy's getCUBIN drops the last byte, which the loader misses.
@@ -141,13 +139,14 @@ def _missing(plan: Plan) -> str:
     """What HCCUPY_NO_JIT=1 says of a kernel that nobody built."""
     from .ops import REGISTRY  # here, because nothing else in this file knows of ops
 
-    axes = REGISTRY[plan.op].axes if plan.op in REGISTRY else ()
-    sizes = "".join(f" {a.name}={plan.defines[camel(a.name)]}" for a in axes if a.baked)
+    words = ""  # kernels of no op are in every bundle
+    if plan.op in REGISTRY:
+        words = " ".join([plan.op, *(f"{a.name}={plan.defines[camel(a.name)]}" for a in REGISTRY[plan.op].axes if a.baked)]) + " "
     folder = os.environ.get("HCCUPY_KERNEL_BUNDLE")
     return (
         f"{plan.op}: kernel: expected one for {plan.arch.name} ({plan.variant}) in {f'bundle {folder}' if folder else 'a bundle (HCCUPY_KERNEL_BUNDLE)'} "
         f"or the cache, got none, and HCCUPY_NO_JIT=1 forbids compiling it. On a machine with NVRTC run: "
-        f"hccupy build {plan.op}{sizes} --arch {plan.arch.name.removeprefix('sm_')} -o DIR (dtypes and policies of the call count as well)."
+        f"hccupy build {words}--arch {plan.arch.name.removeprefix('sm_')} -o DIR (dtypes and policies of the call count as well)."
     )
 
 

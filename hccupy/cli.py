@@ -1,14 +1,16 @@
-"""The command line: hccupy demo | explain | bench | cache. argparse, so that it runs on the core dependencies alone."""
+"""The command line: hccupy demo | doctor | explain | warmup | build | bench | cache. argparse: the core dependencies are enough."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import HccupyError
+from .errors import ArgumentError, HccupyError
 from .version import __version__
 
 
@@ -44,6 +46,85 @@ def explain(options: argparse.Namespace) -> int:
     for name, ok, reason in plan.candidates(get(options.op), bound, arch.named(made.arch.name)):
         print(f"  variant  {name}: {'can run this' if ok else 'no: ' + reason}")
     return 0
+
+
+def _heads(text: str) -> tuple[int, int]:
+    """Q/K of --heads."""
+    try:
+        q_heads, kv_heads = map(int, text.split("/"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected query/KV heads such as 64/8, got {text!r}") from None
+    return q_heads, kv_heads
+
+
+def _asked(options: argparse.Namespace, everything: bool) -> Any:
+    """The requests of warmup's and build's words."""
+    from .warmup import requests
+
+    op, words = None, list(options.words)
+    if words and "=" not in words[0]:
+        op = words.pop(0)
+    try:
+        sizes = dict(_word(w) for w in words)
+    except argparse.ArgumentTypeError as error:
+        raise ArgumentError(f"hccupy: sizes: {error}.") from None
+    return requests(op, sizes, options.dtype, options.hidden, options.hc, options.heads, options.head_dim, everything)
+
+
+def _bar(items: Sequence[Any], title: str) -> Iterable[Any]:
+    """`items` under a progress bar, where rich is installed and somebody is watching."""
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        return items
+    console = Console(stderr=True)
+    bar: Iterable[Any] = track(items, title, console=console, disable=not console.is_terminal)
+    return bar
+
+
+def warmup(options: argparse.Namespace) -> int:
+    """Compile (and load) every kernel that calls of such sizes can need."""
+    from . import build as builds
+    from .warmup import plans, ready, target
+
+    asked = _asked(options, options.all)
+    for name in options.arch or [None]:
+        found, device = target(name)
+        todo = plans(asked, found)
+        start, before = time.perf_counter(), len(builds.compiled)
+        for made in _bar(todo, f"kernels for {found.name}"):
+            ready(made, device)
+        seconds, fresh = time.perf_counter() - start, len(builds.compiled) - before
+        print(f"{len(todo)} kernels for {found.name} {'ready' if device is None else 'loaded'} in {seconds:.1f} s, {fresh} of them compiled")
+    return 0
+
+
+def build(options: argparse.Namespace) -> int:
+    """Write a bundle of cubins."""
+    from . import arch, bundle, clusters, cuda
+    from . import build as builds
+    from .warmup import TRIAL, plans
+
+    asked = [*_asked(options, options.all or not (options.words or options.hidden or options.heads)), TRIAL]
+    todo = []
+    for name in options.arch:
+        found = arch.named(name)
+        todo += plans(asked, found) + ([clusters.probe(found, 8)] if found.clusters_of_8 else [])
+    made = [(builds.identity(p), p, builds.cached(p)) for p in _bar(todo, "kernels")]
+    nvrtc = ".".join(map(str, cuda.nvrtc_version()))
+    held = bundle.write(options.output, made, builds.sources_digest().hex(), nvrtc)
+    print(f"{len(made)} kernels written, {held} in {options.output}. Use it: HCCUPY_KERNEL_BUNDLE={options.output.resolve()}")
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Examine the installation; exit status 1 where CUDA use is broken."""
+    from .doctor import examine, text
+
+    found = examine()
+    print(json.dumps(found, indent=1) if options.json else text(found))
+    return 1 if found["problems"] else 0
 
 
 def cache(options: argparse.Namespace) -> int:
@@ -84,6 +165,23 @@ def demo(options: argparse.Namespace) -> int:
     )
 
 
+def _archs(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _sizes(p: argparse.ArgumentParser) -> None:
+    """The words by which warmup and build are told what to compile."""
+    p.add_argument(
+        "words", nargs="*", metavar="[op] name=value", help="an op and its sizes as in explain; without an op the words go to every op that knows them"
+    )
+    p.add_argument("--hidden", type=int, metavar="H", help="every iHC op at this width")
+    p.add_argument("--hc", type=int, default=4, metavar="M", help="channels (default: %(default)s)")
+    p.add_argument("--heads", type=_heads, metavar="Q/K", help="every RoPE and KV-cache op at these query and KV heads")
+    p.add_argument("--head-dim", type=int, default=128, metavar="D", help="(default: %(default)s)")
+    p.add_argument("--all", action="store_true", help="all ops: --hidden 6144 --heads 64/8 where those are not given")
+    p.add_argument("--dtype", default="bfloat16", help="(default: %(default)s)")
+
+
 def parser() -> argparse.ArgumentParser:
     """The commands and their options."""
     top = argparse.ArgumentParser(prog="hccupy", description="Fused hyper-connection and RoPE + paged-KV kernels.")
@@ -107,6 +205,21 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", default="bfloat16")
     p.add_argument("--arch", help="sm_80 ... sm_120a (default: this machine's GPU)")
     p.set_defaults(run=explain)
+
+    p = commands.add_parser("doctor", help="examine the installation: versions, driver, GPU, compiler, cache, a trial launch; exit status 1 on a problem")
+    p.add_argument("--json", action="store_true", help="for programs")
+    p.set_defaults(run=doctor)
+
+    p = commands.add_parser("warmup", help="compile and load every kernel that calls of some sizes can need, at any token count")
+    _sizes(p)
+    p.add_argument("--arch", type=_archs, help="only compile into the cache, for these (90a,100a); needs no GPU")
+    p.set_defaults(run=warmup)
+
+    p = commands.add_parser("build", help="write a bundle of compiled kernels for HCCUPY_KERNEL_BUNDLE; needs no GPU")
+    _sizes(p)
+    p.add_argument("--arch", type=_archs, required=True, help="architectures, such as 90a,100a")
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="an existing bundle of the same version is added to")
+    p.set_defaults(run=build)
 
     p = commands.add_parser("bench", help="verify and time the kernels: CUDA graphs, cold L2, medians; ceilings and peers in the same run")
     p.add_argument("ops", nargs="*", help="default: all")

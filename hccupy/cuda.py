@@ -46,8 +46,7 @@ def nvrtc_version() -> tuple[int, int]:
         raise
     except Exception as error:
         raise NoGpuError(
-            f"hccupy: no NVRTC was found ({type(error).__name__}: {error}). "
-            "Install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12."
+            f"hccupy: no NVRTC was found ({type(error).__name__}: {error}). Install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12."
         ) from error
     return int(major), int(minor)
 
@@ -75,6 +74,21 @@ def check_fork() -> None:
             "hccupy: CUDA was used before this process was forked, and does not work in the child. "
             "Use multiprocessing's spawn start method, or call hccupy only after the fork."
         )
+
+
+class Stream:
+    """A stream handle as an object of the CUDA stream protocol."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+def on_stream(handle: int) -> Any:
+    """A context in which CuPy's current stream is this one."""
+    return cupy().cuda.Stream.from_external(Stream(handle))
 
 
 # ---- cuLaunchKernelEx -------------------------------------------------------------------------------------------

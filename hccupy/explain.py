@@ -73,7 +73,7 @@ def supports(op: str, *, dtype: str = "bfloat16", arch: str | None = None, **siz
     spec = get(op)
     try:
         bound = imagine(spec, sizes, dtype)
-        target = arches.named(arch) if arch else _here()
+        target = arches.named(arch) if arch else here()
         if target is None:
             return True, "the NumPy path (no usable GPU here)"
         made = plan.make(spec, bound, target)
@@ -82,7 +82,8 @@ def supports(op: str, *, dtype: str = "bfloat16", arch: str | None = None, **siz
     return True, f"{made.variant} on {target.name}: {made.launch.why}"
 
 
-def _here() -> Arch | None:
+def here() -> Arch | None:
+    """The architecture of the current GPU, or None where there is no usable one."""
     try:
         if cuda.cupy().cuda.runtime.getDeviceCount() > 0:
             return arches.of_device(cuda.cupy().cuda.runtime.getDevice())
@@ -98,7 +99,7 @@ def plan_for(op: str, sizes: dict[str, Any], dtype: str = "bfloat16", arch: str 
     """
     spec = get(op)
     bound = imagine(spec, sizes, dtype)
-    target = arches.named(arch) if arch else _here()
+    target = arches.named(arch) if arch else here()
     if target is None:
         raise ArgumentError("explain: expected --arch (no usable GPU here), got none. Try --arch sm_90a.")
     return plan.make(spec, bound, target)

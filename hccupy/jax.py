@@ -2,7 +2,7 @@
 
 Calls go through jax.experimental.buffer_callback: JAX allocates the results, hands over their buffers and its stream, and
 the pipeline's own plan, kernel and reference do the rest. Mutated caches are inputs aliased to results: donate them
-(jax.jit(..., donate_argnums=...)) and no copy is made. Gradients and vmap are refused by JAX itself, with its words.
+(jax.jit(..., donate_argnums=...)) and no copy is made. vmap runs the elements one after the other; a gradient is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import arch, build, check, cuda, launch, plan
+from . import arch, check, cuda, launch, plan
 from .arrays import Meta, view
 from .dtypes import BY_NAME
 from .errors import ArgumentError, FrameworkError, explain
@@ -84,7 +84,14 @@ def _debug(spec: OpSpec, given: Sequence[Any]) -> None:
 
 @lru_cache(maxsize=4096)
 def _jitted(name: str, present: tuple[bool, ...], scalars: tuple[Any, ...]) -> Any:
-    return jax.jit(partial(_traced, get(name), present, scalars))
+    traced = jax.custom_jvp(partial(_traced, get(name), present, scalars))
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        mend = "No gradient flows through hccupy's ops: give them jax.lax.stop_gradient(...) of what is differentiated."
+        raise ArgumentError(explain(name, "gradient", "a call that is not differentiated", "one under jax.grad or jax.jvp", mend))
+
+    traced.defjvp(refuse)
+    return jax.jit(traced)
 
 
 def _traced(spec: OpSpec, present: tuple[bool, ...], scalars: tuple[Any, ...], *arrays: Any) -> Any:
@@ -106,7 +113,7 @@ def _traced(spec: OpSpec, present: tuple[bool, ...], scalars: tuple[Any, ...], *
             shapes.append(jax.ShapeDtypeStruct(metas[p.name].shape, BY_NAME[metas[p.name].dtype].np))
     order = names, [o.name for o in made], [p.name for p in spec.args if p.mutated and p.name in metas]
     callback = partial(_callback, spec, bound, order, _Launchers(spec, bound, lead))
-    call = buffer_callback(callback, tuple(shapes), input_output_aliases=aliases, command_buffer_compatible=True)
+    call = buffer_callback(callback, tuple(shapes), input_output_aliases=aliases, command_buffer_compatible=True, vmap_method="sequential")
     results = list(call(*arrays))
     heads = [results.pop(0) if o.name in order[1] else None for o in spec.outputs if o.allocate]
     return tuple(heads + results)

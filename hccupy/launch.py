@@ -95,9 +95,7 @@ class Launcher:
             attributes[count].id = cuda.PROGRAMMATIC_STREAM_SERIALIZATION
             attributes[count].value[0] = 1
             count += 1
-        config = cuda.LaunchConfig(
-            (ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(*launch.block), launch.smem, None, attributes, count
-        )
+        config = cuda.LaunchConfig((ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(*launch.block), launch.smem, None, attributes, count)
         made = (buffer, config, ctypes.addressof(config), (table, attributes), ctypes.addressof(table))
         self.local.block = made
         return made
@@ -132,7 +130,7 @@ class RawLauncher:
                 f"{spec.name}: {plan.variant} needs clusters of {plan.launch.cluster} blocks, which HCCUPY_LAUNCH=rawkernel cannot start. Unset it."
             )
         kinds = [kind for _, kind in parameters(spec)]
-        types = {"long long": np.int64, "float": np.float32, "int": np.int32}
+        types: dict[str, Any] = {"long long": np.int64, "float": np.float32, "int": np.int32}
         rest = kinds[kinds.count("pointer") :]
         self.rest = tuple(types[kind](value) for kind, value in zip(rest, values(spec, bound), strict=True))
         self.op, self.plan, self.kernel = spec.name, plan, kernel
@@ -144,12 +142,14 @@ class RawLauncher:
         Raises LaunchError with the driver's words.
         """
         how = self.plan.launch
+        cuda.ensure_context()
         try:
-            with self.cuda.ExternalStream(stream):  # a new one each time: CuPy's notion of the current stream is left as it was
+            with cuda.on_stream(stream):  # a new one each time: CuPy's notion of the current stream is left as it was
                 self.kernel(how.grid, how.block, (*map(np.uint64, pointers), *self.rest), shared_mem=how.smem)
         except self.cuda.driver.CUDADriverError as error:
-            cuda.check_fork()
-            raise LaunchError(f"{self.op}: the driver refused the launch: {error}; grid {how.grid}, block {how.block}, {how.smem} bytes of shared memory") from error
+            raise LaunchError(
+                f"{self.op}: the driver refused the launch: {error}; grid {how.grid}, block {how.block}, {how.smem} bytes of shared memory"
+            ) from error
 
 
 def launcher(spec: OpSpec, plan: Plan, bound: Bound, device: int) -> Start:

@@ -46,7 +46,7 @@ def base_defines(spec: OpSpec, bound: Bound) -> dict[str, int]:
             defines[f"kHas{camel(array.name)[1:]}"] = int(present)
     for s in spec.scalars:
         value = bound.scalars[s.name]
-        if s.optional:
+        if s.optional and s.presence:
             defines[f"kHas{camel(s.name)[1:]}"] = int(value is not None)
         if s.baked:
             defines[camel(s.name)] = s.choices.index(value) if s.kind == "choice" else int(value)

@@ -65,6 +65,7 @@ class Scalar:
     optional: bool = False  # None is allowed
     keyword: bool = False  # keyword-only in the signature
     in_kernel: bool = True
+    presence: bool = True  # whether an optional one was given is baked (kHas...)
     meaning: str = ""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hccupy import cli, tables
+from hccupy import cli, switches, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -17,6 +17,10 @@ README = (ROOT / "README.md").read_text()
 def test_op_table_is_generated():
     held = README.split("see hccupy/tables.py -->\n")[1].split("<!-- /ops -->")[0].strip()
     assert held == tables.op_table(), "paste the output of: python -c 'from hccupy import tables; print(tables.op_table())'"
+
+
+def test_switches_are_listed():
+    assert switches.table() in README
 
 
 def test_status_is_what_the_reports_say():

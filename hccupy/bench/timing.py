@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import arch, build
+from .. import arch, build, cuda
 from ..plan import Plan
 from ..spec import Launch
 
@@ -69,7 +69,6 @@ def host_us(call: Callable[[], Any], calls: int = 1000, rounds: int = 5) -> floa
 
 def ceilings() -> dict[str, float]:
     """Measured TB/s of plain streaming kernels: read, read4write1, copy, read5write4 (post), read5write5 (post_pre)."""
-    import cupy
     import torch
 
     device = torch.cuda.current_device()
@@ -83,7 +82,7 @@ def ceilings() -> dict[str, float]:
         source = torch.randint(-(2**31), 2**31 - 1, (reads, count * 4), dtype=torch.int32, device="cuda")
         target = torch.empty(max(writes, 1), count * 4, dtype=torch.int32, device="cuda")
         times = []
-        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        with cuda.on_stream(torch.cuda.current_stream().cuda_stream):
             for _ in range(12):
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 start.record()

@@ -376,7 +376,7 @@ ROPE_NORM_STORE_KV_FP8 = OpSpec(
         Arg("q_scale_inv", ("1",), ("float32",), optional=True, meaning="q is multiplied by it (static)"),
         Scalar("upper_max", "float", None, optional=True, keyword=True, meaning="bound of the stored magnitudes; None is 448"),
         Scalar("is_prefill", "bool", True, baked=True, keyword=True, meaning="layout of q_scale, nothing else"),
-        Scalar("max_q_len", "int", None, low=0, optional=True, keyword=True, meaning="most new tokens of a request (prefill, dynamic)"),
+        Scalar("max_q_len", "int", None, low=0, optional=True, keyword=True, presence=False, meaning="most new tokens of a request (prefill, dynamic)"),
     ),
     outputs=_outs(
         "float8_e4m3fn",
