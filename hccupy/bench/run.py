@@ -143,9 +143,9 @@ def host_times() -> list[dict[str, Any]]:
 
 
 def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bool = False, with_peers: bool = True, check: Path | None = None) -> int:
-    """Run, print, write bench.json and bench.csv beside it. Exit status: 1 where --check finds a slower case.
+    """Run, print, write bench.json and bench.csv beside it. Exit status: 1 where a result is wrong or --check finds a slower case.
 
-    Raises NoGpuError without a GPU or torch, WrongResultError where a result is wrong.
+    A case whose result is wrong is not timed; the report's "failures" name it. Raises NoGpuError without a GPU or torch.
     """
     try:
         import torch
@@ -159,18 +159,22 @@ def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bo
     ceilings = timing.ceilings()
     todo = [(REGISTRY[o], c) for o in ops for c in REGISTRY[o].cases if c.name.startswith("bench") and match in f"{o} {c.name}"]
     records: list[dict[str, Any]] = []
+    failures: list[str] = []
     columns = (TextColumn("{task.description:40s}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(todo))
         for spec, case in todo:
             progress.update(bar, description=f"{spec.name} {case.name}")
-            records += time_case(spec, case, ceilings, compiled, with_peers)
+            try:
+                records += time_case(spec, case, ceilings, compiled, with_peers)
+            except (HccupyError, RuntimeError) as error:  # one wrong or impossible case must not cost the others their record
+                failures.append(f"{spec.name} {case.name}: {error}")
             torch.cuda.empty_cache()
             progress.advance(bar)
         progress.update(bar, description="host time")
         host = host_times() if not match else []
         chain = chain_times() if not match else []
-    report = {**record(torch.cuda.get_device_name()), "ceilings_tbps": ceilings, "records": records, "host": host, "chain": chain}
+    report = {**record(torch.cuda.get_device_name()), "ceilings_tbps": ceilings, "records": records, "host": host, "chain": chain, "failures": failures}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n")
     with output.with_suffix(".csv").open("w", newline="") as file:
@@ -180,7 +184,10 @@ def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bo
         writer.writerows(records)
     plot(report, output.with_suffix(".png"))
     show(console, report)
-    return compare(console, records, check) if check else 0
+    for failure in failures:
+        console.print(f"FAILED {failure}", style="red")
+    slower = compare(console, records, check) if check else 0
+    return 1 if failures else slower
 
 
 def show(console: Any, report: dict[str, Any]) -> None:
