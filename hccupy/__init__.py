@@ -72,8 +72,8 @@ __all__ = [
     "zero_kv_tail",
 ]
 
-# Imported when they are asked for, and not in __all__: most need torch.
-_LAZY = {"nn": ".nn", "compat": ".compat", "torch_ops": ".torch_ops"}
+# Imported when they are asked for, and not in __all__: they need torch or jax.
+_LAZY = {"compat": ".compat", "jax": ".jax", "nn": ".nn", "torch_ops": ".torch_ops"}
 
 
 def __getattr__(name: str) -> _Any:

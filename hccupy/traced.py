@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .bound import BoundCall
 from .run import run
 from .spec import OpSpec
 
@@ -21,3 +22,6 @@ def traced(spec: OpSpec, given: Sequence[Any], outs: Sequence[Any] = (), stream:
 
 
 run._torchdynamo_inline = traced  # type: ignore[attr-defined]
+# A bound call is addresses and a launch, which no compiler can see into: it breaks the graph, and fullgraph=True says this.
+BoundCall.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+BoundCall.__call__._torchdynamo_disable_msg = "hccupy.bind() is for eager code: inside torch.compile call the op itself"  # type: ignore[attr-defined]

@@ -505,7 +505,9 @@ def test_hyper_connection_with_silent_gates_is_a_plain_residual():
 def test_hyper_connection_methods_are_the_ops():
     norm = Norm(HIDDEN)
     m = nn.HyperConnection(HIDDEN, HC, norm=norm, magnitude=1.5, norm_eps=2e-5, hc_eps=3e-6)
-    assert "norm.weight" not in m.state_dict()
+    assert m.norm is norm and "norm.weight" in m.state_dict()
+    with pytest.raises(hccupy.ArgumentError, match="HyperConnection: norm: expected an RMSNorm with variance_epsilon or eps"):
+        nn.HyperConnection(HIDDEN, HC, norm=torch.nn.RMSNorm(HIDDEN))  # torch's default eps depends on the dtype of x: say which
     x = channels()
     y, gates = m.pre(x)
     w = (m.hc_fn.weight, m.hc_scale, m.hc_base)

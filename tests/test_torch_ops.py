@@ -18,6 +18,7 @@ from hccupy.ops import REGISTRY  # noqa: E402
 from hccupy.run import run  # noqa: E402
 
 from .adapters import Adapter  # noqa: E402
+from .rope_cases import build, fp8  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = Adapter("torch")
@@ -256,6 +257,43 @@ def test_rope_in_compile_with_out_k_and_static_q(rng):
     assert names == ["hccupy.rope_norm_store_kv_fp8_no_q_scale_out.default"]
     assert got[1] is None and torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
     assert torch.equal(q.view(torch.uint8), want[0].view(torch.uint8)) and dense.view(torch.uint8).any()
+
+
+def test_rope_sizes_are_dynamic(rng):
+    """Tokens, requests, pages, table width and max_q_len may all change: one graph (torch joins sizes that start out equal, so none are)."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(hccupy.rope_norm_store_kv_fp8, fullgraph=True, backend="aot_eager", dynamic=True)
+    for lengths, new in (((11, 9, 40), (3, 2, 17)), ((200, 9, 40, 3), (130, 2, 17, 2)), ((20, 30), (5, 6))):
+        given = {k: TORCH.put(v) for k, v in fp8(build(rng, lengths=lengths, new=new, spare=11)).items()}
+        plain = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        got, want = compiled(**given), hccupy.rope_norm_store_kv_fp8(**plain)
+        for a, b in zip((*got, given["key_cache"]), (*want, plain["key_cache"]), strict=True):
+            assert a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_export_keeps_the_registered_op():
+    class Post(torch.nn.Module):
+        def forward(self, x, residual, h_post):
+            return hccupy.ihc_post(x, residual, h_post)
+
+    given = torch.randn(3, 8), torch.randn(3, 4, 8), torch.rand(3, 4)
+    program = torch.export.export(Post(), given, strict=True)
+    assert "hccupy.ihc_post" in program.graph_module.code
+    assert torch.equal(program.module()(*given), hccupy.ihc_post(*given))
+
+
+def test_bound_calls_break_the_graph_and_say_so():
+    x, residual, h_post = torch.randn(3, 8), torch.randn(3, 4, 8), torch.rand(3, 4)
+    call = hccupy.bind("ihc_post", x, residual, h_post)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(lambda t: call(t * 2) + 1, backend="eager")(x), call(x * 2) + 1)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="inside torch.compile call the op itself"):
+        torch.compile(lambda t: call(t * 2), backend="eager", fullgraph=True)(x)
 
 
 def test_stream_is_refused_inside_compile():

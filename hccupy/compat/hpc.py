@@ -24,7 +24,7 @@ __all__ = [
     "rope_norm_store_kv",
     "rope_norm_store_kv_fp8",
 ]
-POLICIES = ("none", "rope_then_norm", "norm_then_rope")
+POLICIES = {0: "none", 1: "rope_then_norm", 2: "norm_then_rope"}
 Q_QUANT = {1: "dynamic", 2: "static"}
 
 
@@ -93,7 +93,7 @@ def rope_norm_store_kv_fp8(
 
 
 def _norm(op: str, policy: Any, q_weight: Any, k_weight: Any) -> dict[str, Any]:
-    name = _choice(op, "qk_norm_policy", policy, dict(enumerate(POLICIES)))
+    name = _choice(op, "qk_norm_policy", policy, POLICIES)
     return {"qk_norm_policy": name} if name == "none" else {"qk_norm_policy": name, "q_norm_weight": q_weight, "k_norm_weight": k_weight}
 
 

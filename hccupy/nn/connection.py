@@ -25,7 +25,9 @@ class _Gates(KeepsFp32):
     def __init__(self, hidden: int, hc: int, norm: Any, norm_eps: float, hc_eps: float, device: Any) -> None:
         super().__init__()
         self.hidden, self.hc, self.norm_eps, self.hc_eps = hidden, hc, norm_eps, hc_eps
-        object.__setattr__(self, "norm", norm)
+        self.norm = norm
+        if norm is not None:
+            eps_of(type(self).__name__, norm)  # now, not at the first forward
         linear = torch.nn.Linear(hc * hidden, self.rows * hc, bias=False, device=device, dtype=torch.float32)
         setattr(self, f"{self.prefix}fn", linear.requires_grad_(False))
         for name, size in (("scale", self.rows), ("base", self.rows * hc)):
@@ -33,7 +35,10 @@ class _Gates(KeepsFp32):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """HY V4's start: scale 0.01; base -log(hc - 1) for the pre gates (they sum to 1) and 0 for the post gates (each 1 with magnitude 2)."""
+        """HY V4's start: scale 0.01; base -log(hc - 1) for the pre gates (they sum to 1) and 0 for the post gates
+
+        (each 1 with magnitude 2). With one channel both are 0.
+        """
         with torch.no_grad():
             self._part("fn").weight.normal_(std=(self.hc * self.hidden) ** -0.5)
             self._part("scale").fill_(INITIAL_SCALE)
@@ -90,7 +95,7 @@ class HyperConnection(_Gates):
     """One iHC boundary: `y, h_post = m.pre(x)`, a block, `x = m.post(block(y), x, h_post)`; or m(x, block) for all three.
 
     hidden, hc: width and channels. magnitude, norm_eps, hc_eps: as hccupy.ihc_pre's. norm: the RMSNorm of the block's input, folded
-    in (not registered here: it stays a module of the model). The gates keep fp32 and take no gradient.
+    in; it becomes a child of this module. The gates keep fp32 and take no gradient.
     """
 
     def __init__(
