@@ -94,13 +94,12 @@ struct IhcCluster {
     const int out = (has_columns ? 0 : kHc) + t;
     const GateScales scales = GateScales::of<kHc>(out, t < kHc && out < Shape::kUsedOutputs, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
     float norm_weights[8];
-    if constexpr (Shape::kHasNorm) {
+    const auto load_norm_weights = [&] {
+      using N = Element<Shape::kNormDtype>;
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        using N = Element<Shape::kNormDtype>;
-        norm_weights[k] = has_columns ? N::to_float(static_cast<const typename N::Type*>(a.rms_weight)[column + k]) : 0.0f;
-      }
-    }
+      for (int k = 0; k < 8; ++k) norm_weights[k] = has_columns ? N::to_float(static_cast<const typename N::Type*>(a.rms_weight)[column + k]) : 0.0f;
+    };
+    if constexpr (Shape::kHasNorm && kRanks == 16) load_norm_weights();
 
     // x may still be in the making: asking L2 for its lines consumes nothing, and warms the address translation.
     const long long token = first + g;
@@ -135,13 +134,14 @@ struct IhcCluster {
     if (has_columns) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        UnitSums sums;
+        typename Shape::Sums sums;
 #pragma unroll
         for (int b = 0; b < Shape::kHalf; ++b) sums.add(weights[half], b, x[half * Shape::kHalf + b]);
         store_partials(partials[2 * warp + half], sums.result(weights[half]), lane);
       }
     }
     __syncthreads();
+    if constexpr (Shape::kHasNorm && kRanks == 8) load_norm_weights();  // w has left its registers
     cluster_wait();
 
     // The block's chunks, then its tree; the lanes of a quad's chunks share the peers to tell.
@@ -207,7 +207,7 @@ struct IhcCluster {
       }
       barrier_wait_cluster(&norm_full, 0);
       const float sum = quad_sum(has_token ? quarter<float>(t, [&](int r) { return norm_slots[r][g]; }) : 0.0f);
-      const float inverse = inverse_rms(sum, static_cast<float>(Shape::kHidden), a.rms_eps);
+      const float inverse = norm_inverse<Shape::kHidden>(sum, a.rms_eps);
 #pragma unroll
       for (int k = 0; k < 8; ++k) z[k] = z[k] * inverse * norm_weights[k];
     }

@@ -32,15 +32,6 @@ def eligible(b: Bound, arch: Arch) -> tuple[bool, str]:
     return True, ""
 
 
-def stream_shared(op: int, hc: int, hidden: int, norm: bool, limit: int) -> int:
-    """Shared bytes of the streaming kernel: as many stages of a tile as fit, six at most."""
-    columns = hidden // 8  # of one block of the cluster
-    stage = TILE * (hc * 2 * columns + 64 + (2 * columns + 64 if op == 2 else 0))
-    each = stage + 4608 + (32 * hc if op == 2 else 0) + (512 if norm else 0) + 56
-    fixed = 4608 + 48 + (4 * columns + 32 * (columns // 32) if norm else 0)
-    return fixed + min(6, (limit - fixed) // each) * each
-
-
 def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
     """(launch, source file). Figures: H200, hidden 6144, hc 4, bf16, microseconds."""
     op, tokens, hc, hidden, norm = OPS[b.op], b.axes["tokens"], b.axes["hc"], b.axes["hidden"], b.has("rms_weight")
@@ -50,20 +41,20 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
         vec = min(vec, 4)
     defines = {"kOp": op, "kVec": vec}
     if tokens <= 32 and arch.clusters_of_16:
-        # pre at 8 tokens: 4 a cluster 2.59, 8 a cluster 3.06; at 16: 6 2.95, 8 3.12, 4 3.35; at 32: 8 3.88.
-        each = 4 if tokens <= 8 else 6 if tokens <= 18 and not norm else 8
+        # pre at 8 tokens: 4 a cluster 2.63, 8 a cluster 3.11; at 16: 6 2.96, 8 3.17, 4 3.41 (with norm 3.47, 3.66, 3.86); at 32: 8 3.93.
+        each = 4 if tokens <= 8 else 6 if tokens <= 18 else 8
         clusters = _ceil(tokens, each)
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
         block = (hidden // 512 + 1) * 32
         return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines={**defines, "kRanks": 16}, why=why), "cluster"
-    if op != 2 and not norm and hidden <= 6144 and tokens <= TILE * arch.clusters_of_8:
-        # 64 tokens: 4.92 against 5.74 streamed.
+    if op != 2 and hidden <= 6144 and tokens <= 8 * TILE:
+        # 64 tokens: 4.94 against 5.80 streamed (with norm 5.73 against 7.09); 128 streamed is 7.25. Wider rows and post_pre would spill.
         clusters = _ceil(tokens, TILE)
         why = f"{clusters} clusters of 8 blocks, one tile each, weights and rows in registers"
         return Launch((8 * clusters, 1, 1), (hidden // 8, 1, 1), cluster=8, pdl=True, defines={**defines, "kRanks": 8}, why=why), "cluster"
-    # post_pre at 64 tokens: 8 clusters of a whole tile 6.49, 15 clusters 7.91.
+    # post_pre at 64 tokens: 8 clusters of a whole tile 6.44, 15 clusters 7.84.
     clusters = min(arch.clusters_of_8, _ceil(tokens, TILE))
-    smem = stream_shared(op, hc, hidden, norm, arch.smem)
+    smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
     why = f"{clusters} persistent clusters of 8 blocks stream tiles of 8 tokens through shared memory, weights in registers"
     return Launch((8 * clusters, 1, 1), (512, 1, 1), smem, cluster=8, pdl=True, defines=defines, why=why), "stream"
 

@@ -57,7 +57,7 @@ __device__ __forceinline__ uint4 pack(const float (&values)[8]) {
                E::from_floats(values[6], values[7])};
 }
 
-// 8 elements at any alignment that holds kVec of them (8: one 16-byte access). The bits do not depend on kVec.
+// 8 elements of global memory at any alignment that holds kVec of them (8: one 16-byte access). The bits do not depend on kVec.
 template <int kVec>
 struct Octet {
   static_assert(kVec == 1 || kVec == 2 || kVec == 4 || kVec == 8, "kVec is the number of 2-byte elements an access may hold");
@@ -77,7 +77,7 @@ struct Octet {
   }
   static __device__ __forceinline__ void store(void* to, uint4 v) {
     if constexpr (kVec == 8) {
-      *static_cast<uint4*>(to) = v;
+      store_16(to, v);
     } else if constexpr (kVec == 4) {
       static_cast<uint2*>(to)[0] = uint2{v.x, v.y};
       static_cast<uint2*>(to)[1] = uint2{v.z, v.w};
@@ -167,16 +167,17 @@ struct UnitWeights {
 };
 
 // One unit's sums for a tile. Lane (g, t) ends with output g of tokens 2t and 2t + 1, and entries (g, 2t), (g, 2t + 1) of x x^T.
+template <int kMains>  // chains of the large pieces: a block each where registers suffice, which halves the latency of a unit
 struct UnitSums {
-  float main[4] = {}, low_a[4] = {}, low_b[4] = {}, square_a[4] = {}, square_b[4] = {};
+  float main[kMains][4] = {}, low_a[4] = {}, low_b[4] = {}, square_a[4] = {}, square_b[4] = {};
 
   template <int kXDtype, int kBlocks>
   __device__ __forceinline__ void add(const UnitWeights<kXDtype, kBlocks>& weights, int block, uint4 v) {
     constexpr bool kBf16 = kXDtype == kBfloat16;
     const auto& p = weights.pieces[block];
-    mma_16x8x16<kBf16>(main, p[0], p[1], p[2], p[3], v.x, v.y);
+    mma_16x8x16<kBf16>(main[block % kMains], p[0], p[1], p[2], p[3], v.x, v.y);
     if constexpr (kBf16) mma_16x8x16<kBf16>(low_a, p[8], p[9], p[10], p[11], v.x, v.y);
-    mma_16x8x16<kBf16>(main, p[4], p[5], p[6], p[7], v.z, v.w);
+    mma_16x8x16<kBf16>(main[block % kMains], p[4], p[5], p[6], p[7], v.z, v.w);
     if constexpr (kBf16) mma_16x8x16<kBf16>(low_b, p[8], p[9], p[10], p[11], v.z, v.w);
     // Words of x in rows 0-7 and 8-15: each product fills one half of its diagonal. In k-steps of 8 the registers lie as loaded;
     // m16n8k16 would need {x, z, y, w}, four moves and four registers.
@@ -189,12 +190,16 @@ struct UnitSums {
   template <int kXDtype, int kBlocks>
   __device__ __forceinline__ float4 result(const UnitWeights<kXDtype, kBlocks>& weights) const {
     float4 sums;
+    const auto sum = [&](int k) {
+      if constexpr (kMains == 1) return main[0][k];
+      else return main[0][k] + main[1][k];
+    };
     if constexpr (kXDtype == kBfloat16) {
-      sums.x = ((low_a[0] + low_b[2]) + main[2]) + main[0];
-      sums.y = ((low_a[1] + low_b[3]) + main[3]) + main[1];
+      sums.x = ((low_a[0] + low_b[2]) + sum(2)) + sum(0);
+      sums.y = ((low_a[1] + low_b[3]) + sum(3)) + sum(1);
     } else {
-      sums.x = (main[2] + main[0]) * weights.scale;
-      sums.y = (main[3] + main[1]) * weights.scale;
+      sums.x = (sum(2) + sum(0)) * weights.scale;
+      sums.y = (sum(3) + sum(1)) * weights.scale;
     }
     sums.z = square_a[0] + square_b[2];
     sums.w = square_a[1] + square_b[3];
@@ -240,13 +245,13 @@ __device__ __forceinline__ void reduce_channels(const uint4 (&x)[kHc], const flo
   }
 }
 
-// Folded norm: squares of 8 columns in sequence; quads of lanes (a group of 32 columns) as a tree; the groups of a
+// Folded norm: squares of 8 columns as two runs of 4; quads of lanes (a group of 32 columns) as a tree; the groups of a
 // 16th of the row in sequence; 16ths as a tree. `groups` is the number that this block holds: one or two 16ths.
 __device__ __forceinline__ float octet_squares(const float (&z)[8]) {
-  float sum = __fmul_rn(z[0], z[0]);
+  float low = __fmul_rn(z[0], z[0]), high = __fmul_rn(z[4], z[4]);
 #pragma unroll
-  for (int k = 1; k < 8; ++k) sum = fmaf(z[k], z[k], sum);
-  return sum;
+  for (int k = 1; k < 4; ++k) low = fmaf(z[k], z[k], low), high = fmaf(z[4 + k], z[4 + k], high);
+  return low + high;
 }
 template <class Shape, class Read>
 __device__ __forceinline__ float norm_block_sum(int groups, Read read) {
@@ -257,6 +262,12 @@ __device__ __forceinline__ float norm_block_sum(int groups, Read read) {
   float second = read(kRun);
   for (int k = 1; k < kRun; ++k) second += read(kRun + k);
   return sum + second;
+}
+
+// Approximate root: 2^-22 off, where the result is rounded to 16 bits; the precise one and its division cost 0.1 us at one token.
+template <int kHidden>
+__device__ __forceinline__ float norm_inverse(float sum, float eps) {
+  return rsqrtf(fmaf(sum, 1.0f / static_cast<float>(kHidden), eps));
 }
 
 // The gate of output `out` (a pre gate below kHc, else a post gate).
@@ -307,6 +318,7 @@ struct IhcShape {
   static_assert(kXDtype == kBfloat16 || kXDtype == kFloat16, "x must be an operand of mma: bfloat16 or float16");
 
   using Weights = UnitWeights<kXDtype, kHalf>;
+  using Sums = UnitSums<kHalf == 2 && kHidden <= 6144 ? 2 : 1>;
 
   // This lane's weights of unit `unit` of the row: group unit / 2, channels (unit % 2) * kHalf and up.
   static __device__ __forceinline__ void load_unit(const float* w, int unit, int lane, float (&values)[kHalf][8]) {

@@ -66,6 +66,12 @@ __device__ __forceinline__ void barrier_wait_cluster(Barrier* barrier, unsigned 
   } while (!done);
 }
 
+// ---- 16 bytes to global memory: written as *to = v, they came out as four stores of 4 bytes in some instances ----
+
+__device__ __forceinline__ void store_16(void* to, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 // ---- stores into a peer's shared memory that count on the peer's barrier --------------------------------------
 
 __device__ __forceinline__ void store_peer(unsigned int address, float4 value, unsigned int barrier) {

@@ -1,0 +1,121 @@
+// The streaming iHC kernel's copies: x into the ring of stages, post_pre's y out of it.
+#pragma once
+
+#include "common/sm90_stream.cuh"
+
+namespace hccupy {
+
+template <class Layout>
+struct StreamCopy : Layout {
+  using Shape = typename Layout::Shape;
+  using Layout::kHc, Layout::kVec, Layout::kPost, Layout::kColumns, Layout::kRowBytes, Layout::kTokenBytes, Layout::kPostBytes, Layout::kStages,
+      Layout::kInFlight, Layout::kStageBytes;
+  using Layout::stages, Layout::full, Layout::empty, Layout::y_full, Layout::h_in, Layout::rank, Layout::lane, Layout::tiles;
+
+  // One row of kRowBytes by the whole warp, for memory that bulk copies cannot reach.
+  __device__ __forceinline__ void copy_row(char* to, const char* from) const {
+    using Word = typename WordOf<2 * kVec>::Type;
+    constexpr int kWords = kRowBytes / (2 * kVec);
+#pragma unroll 8
+    for (int k = lane; k < kWords; k += 32) reinterpret_cast<Word*>(to)[k] = reinterpret_cast<const Word*>(from)[k];
+  }
+
+  struct Source {
+    const char* rows;
+    long long token_stride, hc_stride;
+    __device__ __forceinline__ Source(const IhcArguments& a, int rank)
+        : rows((kPost ? a.residual : a.x) + 2LL * rank * kColumns),
+          token_stride(2 * (kPost ? a.residual_tokens : a.x_tokens)),
+          hc_stride(2 * (kPost ? a.residual_hc : a.x_hc)) {}
+    __device__ __forceinline__ const char* row(long long token, int channel) const { return rows + token * token_stride + channel * hc_stride; }
+  };
+
+  // Before the wait for the previous grid, which may still be making x: L2 fetches the lines and stays coherent. Line by line: the
+  // copy engine is left to the loader.
+  __device__ __forceinline__ void prefetch_tiles(const IhcArguments& a) const {
+    const Source from(a, rank);
+    for (int tile = 0; tile < Layout::kPrefetch && tile < tiles; ++tile) {
+      const int first = this->tile_first(tile), rows = this->tile_count(tile) * kHc;
+#pragma unroll 1
+      for (int row = 0; row < rows; ++row) prefetch_row(from.row(first + row / kHc, row % kHc));
+      if constexpr (kPost) {
+#pragma unroll 1
+        for (int row = 0; row < this->tile_count(tile); ++row) prefetch_row(a.x + 2 * ((first + row) * a.x_tokens + rank * kColumns));
+      }
+    }
+  }
+  __device__ __forceinline__ void prefetch_row(const char* row) const {
+    if (lane * 128 < kRowBytes) prefetch_line(row + lane * 128);
+  }
+
+  __device__ __forceinline__ void load_tiles(const IhcArguments& a) const {
+    const Source from(a, rank);
+    const char* post = a.x + 2LL * rank * kColumns;
+    Turn turn, come;
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int first = this->tile_first(tile), count = this->tile_count(tile);
+      if (tile == kInFlight) cluster_wait();  // not before: the first tiles need no peer
+      // Memory serves all that is asked for alike: with every stage in flight the first tile comes when the last does.
+      if (tile >= kInFlight) {
+        barrier_wait(&full[come.index], come.parity);
+        come.next(kStages);
+      }
+      char* stage = stages + turn.index * kStageBytes;
+      Barrier* barrier = &full[turn.index];
+      barrier_wait(&empty[turn.index], turn.parity ^ 1);
+      const int token = lane / kHc, channel = lane % kHc;
+      if constexpr (kVec == 8) {
+        if (lane == 0) barrier_expect(barrier, count * (kHc + (kPost ? 1 : 0)) * kRowBytes);
+        __syncwarp();
+        if (token < count) bulk_load(stage + token * kTokenBytes + channel * kRowBytes, from.row(first + token, channel), kRowBytes, barrier);
+        if constexpr (kPost) {
+          if (lane < count)
+            bulk_load(stage + kTileTokens * kTokenBytes + lane * kPostBytes, post + 2 * ((first + lane) * a.x_tokens), kRowBytes, barrier);
+        }
+      } else {
+        for (int row = 0; row < count * kHc; ++row)
+          copy_row(stage + row / kHc * kTokenBytes + row % kHc * kRowBytes, from.row(first + row / kHc, row % kHc));
+        if constexpr (kPost) {
+          for (int row = 0; row < count; ++row)
+            copy_row(stage + kTileTokens * kTokenBytes + row * kPostBytes, post + 2 * ((first + row) * a.x_tokens));
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(barrier);
+      }
+      if constexpr (kPost) {
+        if (token < count) copy_word(h_in + (turn.index * kTileTokens + token) * kHc + channel, a.h_post + (first + token) * a.h_post_tokens + channel);
+        copy_words_arrive(barrier);
+      }
+      turn.next(kStages);
+    }
+    if (tiles <= kInFlight) cluster_wait();
+  }
+
+  __device__ __forceinline__ void store_posts(const IhcArguments& a) const {
+    char* to = a.y + 2LL * rank * kColumns;
+    Turn turn;
+    for (int tile = 0; tile < tiles; ++tile) {
+      const long long first = this->tile_first(tile);
+      const int count = this->tile_count(tile);
+      char* stage = stages + turn.index * kStageBytes;
+      barrier_wait(&y_full[turn.index], turn.parity);
+      if constexpr (kVec == 8) {
+        const int token = lane / kHc, channel = lane % kHc;
+        if (token < count)
+          bulk_store(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc), stage + token * kTokenBytes + channel * kRowBytes, kRowBytes);
+        bulk_commit();
+        bulk_wait_read();
+      } else {
+        for (int row = 0; row < count * kHc; ++row) {
+          const int token = row / kHc, channel = row % kHc;
+          copy_row(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc), stage + token * kTokenBytes + channel * kRowBytes);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&empty[turn.index]);
+      turn.next(kStages);
+    }
+  }
+};
+
+}  // namespace hccupy
