@@ -156,38 +156,39 @@ def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bo
     if not torch.cuda.is_available():
         raise NoGpuError("bench: expected a CUDA GPU, got none. It measures kernels only; the CPU path has no bench.")
     console = Console()
-    ceilings = timing.ceilings()
+    report: dict[str, Any] = {**record(torch.cuda.get_device_name()), "ceilings_tbps": timing.ceilings()}
+    report |= {"host": [], "chain": [], "records": [], "failures": []}
+    if not match:
+        report["host"], report["chain"] = host_times(), chain_times()
     todo = [(REGISTRY[o], c) for o in ops for c in REGISTRY[o].cases if c.name.startswith("bench") and match in f"{o} {c.name}"]
-    records: list[dict[str, Any]] = []
-    failures: list[str] = []
     columns = (TextColumn("{task.description:40s}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(todo))
         for spec, case in todo:
             progress.update(bar, description=f"{spec.name} {case.name}")
             try:
-                records += time_case(spec, case, ceilings, compiled, with_peers)
+                report["records"] += time_case(spec, case, report["ceilings_tbps"], compiled, with_peers)
             except (HccupyError, RuntimeError) as error:  # one wrong or impossible case must not cost the others their record
-                failures.append(f"{spec.name} {case.name}: {error}")
+                report["failures"].append(f"{spec.name} {case.name}: {error}")
+            write(report, output)  # after each case: a run that is stopped keeps what it measured
             torch.cuda.empty_cache()
             progress.advance(bar)
-        progress.update(bar, description="host time")
-        host = host_times() if not match else []
-        chain = chain_times() if not match else []
-    report = {**record(torch.cuda.get_device_name()), "ceilings_tbps": ceilings, "records": records, "host": host, "chain": chain, "failures": failures}
+    plot(report, output.with_suffix(".png"))
+    show(console, report)
+    for failure in report["failures"]:
+        console.print(f"FAILED {failure}", style="red")
+    slower = compare(console, report["records"], check) if check else 0
+    return 1 if report["failures"] else slower
+
+
+def write(report: dict[str, Any], output: Path) -> None:
+    """The report as JSON, its records as CSV beside it."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n")
     with output.with_suffix(".csv").open("w", newline="") as file:
-        fields = sorted({k for r in records for k in r})
-        writer = csv.DictWriter(file, fields)
+        writer = csv.DictWriter(file, sorted({k for r in report["records"] for k in r}))
         writer.writeheader()
-        writer.writerows(records)
-    plot(report, output.with_suffix(".png"))
-    show(console, report)
-    for failure in failures:
-        console.print(f"FAILED {failure}", style="red")
-    slower = compare(console, records, check) if check else 0
-    return 1 if failures else slower
+        writer.writerows(report["records"])
 
 
 def show(console: Any, report: dict[str, Any]) -> None:
