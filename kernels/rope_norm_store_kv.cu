@@ -22,102 +22,141 @@
 //   out_k, out_v               [tokens, kv_heads, (v_)head_dim]             as the caches, which they replace
 //
 // Rows of no request, or with a bad position or page, write nothing to the caches, and zeros everywhere else.
-// tail zero: the row that is its request's last also clears the slots behind it in its page (Tail in
-// common/rope_row.cuh says how).
+// tail zero: the row that is its request's last also clears the slots behind it in its page, unless a look at two of
+// them finds zeros (Tail in common/rope_row.cuh says when and why).
 //
 // Baked: heads, dims, dtypes, norm policy, rope style. Run time: tokens, requests, all lengths and strides of caches.
-// Launch: one warp per unit, blocks of up to kThreads. Units: tokens x kParts, then (fp8) ceil(requests * padded / 32)
-// for q_scale in prefill with dynamic q, then ceil(requests * kv_heads / 128) for split_k_flag. May be a dependent
-// launch.
+// Launch: kParts warps share a row, in blocks of up to kThreads. A unit is 1 KB of qkv (common/rope_row.cuh).
+// kRing 0, few rows: tokens x kParts warps, kSteps units each, then further warps for the fp8 outputs: ceil(requests *
+// padded / 32) for q_scale in prefill with dynamic q, ceil(requests * kv_heads / 128) for split_k_flag.
+// kRing > 0, many rows (common/rope_stream.cuh): any number of blocks of kParts + 1 warps; ceil(units of q / kSteps)
+// warps for q, ceil(the other units / kSteps) for k and v; kRing stages of shared memory.
+// May be a dependent launch; kEarly (common/rope_row.cuh) says what is done before the previous grid has ended.
 
 #include "common/rope_row.cuh"
+#if kRing
+#include "common/rope_stream.cuh"
+#endif
 
 namespace hccupy {
 
-constexpr int kFlagsPerWarp = 128;
-
-// ---- the rest of the fp8 outputs ----------------------------------------------------------------------------
-
-// Zeros in q_scale where no token is: lane = one place of one request.
-template <class C>
-__device__ __forceinline__ void clear_q_scale(const RopeArgs<C>& a, long long unit) {
-  const int per_request = a.padded_q_len / 32;
-  const int request = static_cast<int>(unit / per_request);
-  const int place = static_cast<int>(unit % per_request) * 32 + lane_index();
-  const Metadata& m = a.metadata;
-  const long long token = static_cast<long long>(m.q_index[request]) + place;
-  if (token >= 0 && token < m.tokens) {
-    const int row = static_cast<int>(token);
-    // That row writes its own element if the search gives it to this request (it may not where q_index is not sorted).
-    if (holds_row(request, m.q_index[request], m.q_index[request + 1], row, m.tokens) &&
-        find_request_alone(m.q_index, m.requests, row) == request)
-      return;
-  }
-  for (int head = 0; head < C::q_heads; ++head)
-    a.q_scale[(static_cast<long long>(request) * C::q_heads + head) * a.padded_q_len + place] = 0.0f;
-}
+// ---- a few rows ---------------------------------------------------------------------------------------------
 
 template <class C>
-__device__ __forceinline__ void clear_split_k_flag(const RopeArgs<C>& a, long long unit) {
-  const long long flags = static_cast<long long>(a.metadata.requests) * C::kv_heads;
-#pragma unroll
-  for (int k = 0; k < kFlagsPerWarp; k += 32) {
-    const long long at = unit * kFlagsPerWarp + k + lane_index();
-    if (at < flags) a.split_k_flag[at] = 0;
-  }
-}
+struct RowUnits {
+  using Rotated = RotatedHeads<C>;
+  using V = Values<C>;
+  static constexpr int count = Rotated::units + V::units;
 
-// ---- kernel -------------------------------------------------------------------------------------------------
-
-template <class C>
-__device__ __forceinline__ void rope_norm_store_kv_body(const RopeArgs<C>& a) {
-  let_next_grid_start();
-  if constexpr (C::policy != kPolicyNone) {  // the only operands that no kernel before this one has just written
-    if (lane_index() * 128 < C::dim * static_cast<int>(sizeof *a.q_weight))
-      prefetch_line(a.q_weight + lane_index() * 128 / sizeof *a.q_weight);
-    if (lane_index() * 128 < C::dim * static_cast<int>(sizeof *a.k_weight))
-      prefetch_line(a.k_weight + lane_index() * 128 / sizeof *a.k_weight);
-  }
-  wait_for_previous_grid();
-  long long unit = static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  const long long row_units = static_cast<long long>(a.metadata.tokens) * C::parts;
-  if (unit >= row_units) {
-    if constexpr (C::fp8) {
-      unit -= row_units;
-      const long long scale_units =
-          C::padded_scale ? static_cast<long long>(a.metadata.requests) * (a.padded_q_len / 32) : 0;
-      if (unit < scale_units) {
-        clear_q_scale(a, unit);
-      } else {
-        clear_split_k_flag(a, unit - scale_units);
-      }
+  static __device__ __forceinline__ void load(const RopeArgs<C>& a, int token, int unit, uint4 (&raw)[2]) {
+    if (unit < Rotated::units) {
+      Rotated::load(a, token, unit, raw);
+    } else if (unit < count) {
+      V::load(a, token, unit - Rotated::units, raw);
     }
+  }
+
+  static __device__ __forceinline__ void prefetch(const RopeArgs<C>& a, int token, int unit) {
+    if (unit < Rotated::units) {
+      Rotated::prefetch(a, token, unit);
+    } else if (unit < count) {
+      V::prefetch(a, token, unit - Rotated::units);
+    }
+  }
+
+  static __device__ __forceinline__ void prefetch_tail(const RopeArgs<C>& a, const Row& row, int unit) {
+    if (unit < Rotated::units) {
+      if constexpr (!C::has_out_k) Rotated::prefetch_tail(a, row, unit);
+    } else if (unit < count) {
+      if constexpr (!C::has_out_v) V::prefetch_tail(a, row, unit - Rotated::units);
+    }
+  }
+};
+
+// Asks for what the row will need by the metadata as it is before the previous grid has ended. Only addresses come of
+// it.
+template <class C>
+__device__ __forceinline__ void look_ahead(const RopeArgs<C>& a, int token, int part, Guess& guess) {
+  const Metadata& m = a.metadata;
+  constexpr bool kPaged = !(C::has_out_k && C::has_out_v);
+  if (m.requests == 0) return;
+  Held held;
+  held.request = guess.request;
+  held.first = token;  // not looked up: the place does not matter here
+  held.end = load_fresh(m.q_index + guess.request + 1);
+  held.seq_len = load_fresh(m.seq_lens + guess.request);
+  const Row row = locate_row<kPaged, C::has_null>(m, held, Guess{}, token);
+  if (!row.placed) return;
+  guess.position = row.position;
+  RotatedHeads<C>::prefetch_angles(a, row.position);
+  if (!kPaged || !row.stored) return;
+  guess.column = row.position / m.block_size;
+  if (!C::tail_zero || !row.last || row.slot + 1 >= m.block_size) return;
+#pragma unroll
+  for (int step = 0; step < C::steps; ++step) RowUnits<C>::prefetch_tail(a, row, part + step * C::parts);
+}
+
+// A warp for every kParts-th unit of a row, all of them in flight at once.
+template <class C>
+__device__ __forceinline__ void few_rows(const RopeArgs<C>& a) {
+  using Rotated = RotatedHeads<C>;
+  using Units = RowUnits<C>;
+  static_assert(C::parts * C::steps >= Units::count, "the host must cover every q, k and v head");
+  constexpr bool kPaged = !(C::has_out_k && C::has_out_v);
+  const Metadata& m = a.metadata;
+  const long long warp = static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  const long long row_warps = static_cast<long long>(m.tokens) * C::parts;
+  if (warp >= row_warps) {
+    wait_for_previous_grid();
+    if constexpr (C::fp8) clear_more(a, warp - row_warps);
     return;
   }
-  const int token = static_cast<int>(unit / C::parts);
-  const int part = static_cast<int>(unit % C::parts);
-  constexpr bool kPaged = !(C::has_out_k && C::has_out_v);
-  const bool rotated = part < C::rotated_parts;
-  uint4 raw[2 * C::steps];
-  typename RotatedHeads<C>::Operands operands;
-  if (rotated) {
-    RotatedHeads<C>::load(a, token, part, raw);
-    RotatedHeads<C>::load_weights(a, part, operands);
-  } else {
-    Values<C>::load(a, token, part - C::rotated_parts, raw);
+  const int token = static_cast<int>(warp / C::parts);
+  const int part = static_cast<int>(warp % C::parts);
+  Guess guess = guess_request(m, token);
+  if constexpr ((C::early & kEarlyRow) != 0) {
+    if constexpr (Rotated::normed) {
+      if (lane_index() * 128 < C::dim * static_cast<int>(sizeof *a.q_weight))
+        prefetch_line(a.q_weight + lane_index() * 128 / sizeof *a.q_weight);
+      if (lane_index() * 128 < C::dim * static_cast<int>(sizeof *a.k_weight))
+        prefetch_line(a.k_weight + lane_index() * 128 / sizeof *a.k_weight);
+    }
+#pragma unroll
+    for (int step = 0; step < C::steps; ++step) Units::prefetch(a, token, part + step * C::parts);
   }
-  float scale_kv = 1.0f;
-  if constexpr (C::fp8) scale_kv = *(rotated ? a.k_scale : a.v_scale);
-  const Row row = locate_row<kPaged, C::has_null>(a.metadata, token);
-  if (rotated) RotatedHeads<C>::load_angles(a, row, operands);
-  const Tail<C> tail(a, row, part);
-  const unsigned int found = tail.look(0);
-  if (rotated) {
-    RotatedHeads<C>::finish(a, row, token, part, raw, operands, scale_kv);
-  } else {
-    Values<C>::finish(a, row, token, part - C::rotated_parts, raw, scale_kv);
+  if constexpr ((C::early & kEarlyGuess) != 0) look_ahead(a, token, part, guess);
+  wait_for_previous_grid();
+
+  uint4 raw[C::steps][2];
+#pragma unroll
+  for (int step = 0; step < C::steps; ++step) Units::load(a, token, part + step * C::parts, raw[step]);
+  typename Rotated::Weights weights;
+  if (part < Rotated::units) Rotated::load_weights(a, Rotated::head(part) < C::q_heads, weights);
+  Scales scales = load_scales(a);
+  typename Rotated::Angles angles;
+  if constexpr ((C::early & kEarlyGuess) != 0) {
+    if (guess.position >= 0) Rotated::load_angles(a, guess.position, angles);
+    if (guess.column >= 0) guess.page = load_fresh(m.block_table + guess.request * m.block_table_stride + guess.column);
   }
-  tail.clear(found);
+  const Held held = hold_row(m, guess, token);
+  const Row row = locate_row<kPaged, C::has_null>(m, held, guess, token);
+  if (row.placed && row.position != guess.position) Rotated::load_angles(a, row.position, angles);
+  Rotated::add_offset(a, weights);
+  invert<C>(scales);
+#pragma unroll
+  for (int step = 0; step < C::steps; ++step) {
+    const int unit = part + step * C::parts;
+    const bool only_q = (step + 1) * C::parts <= Rotated::q_units;  // whichever the warp
+    if (only_q || unit < Rotated::units) {
+      if (step > 0 && !only_q) {
+        Rotated::load_weights(a, Rotated::head(unit) < C::q_heads, weights);
+        Rotated::add_offset(a, weights);
+      }
+      Rotated::finish(a, row, token, unit, only_q, raw[step], angles, weights, scales);
+    } else if (unit < Units::count) {
+      Values<C>::finish(a, row, token, unit - Rotated::units, raw[step], scales);
+    }
+  }
 }
 
 }  // namespace hccupy
@@ -130,21 +169,28 @@ struct Config {
   static constexpr int q_heads = kQHeads, kv_heads = kKvHeads, dim = kHeadDim, v_dim = kVHeadDim;
   static constexpr bool interleaved = kRopeStyle == 1;
   static constexpr int policy = kQkNormPolicy;
-  static constexpr bool tail_zero = kTail == 0, tail_probe = kTailProbe;
+  static constexpr bool tail_zero = kTail == 0;
   static constexpr bool has_null = kHasNullBlock, has_out_k = kHasOutK, has_out_v = kHasOutV;
-  static constexpr int steps = kSteps, rotated_parts = kRotatedParts, parts = kParts;
+  static constexpr int steps = kSteps, parts = kParts, early = kEarly, ring = kRing;
   static constexpr int read_align = kReadAlign, write_align = kWriteAlign, table_align = kTableAlign,
                        weight_align = kWeightAlign;
   using Lanes = hccupy::HeadLanes<kHeadDim, kRotaryDim, interleaved>;
 #if kFp8
-  static constexpr bool dynamic_q = kQQuant == 0, padded_scale = dynamic_q && kIsPrefill;
+  static constexpr bool dynamic_q = kQQuant == 0, padded_scale = dynamic_q && kIsPrefill, bounded = kHasUpperMax;
 #else
-  static constexpr bool dynamic_q = false, padded_scale = false;
+  static constexpr bool dynamic_q = false, padded_scale = false, bounded = false;
 #endif
-  static_assert(rotated_parts * steps * Lanes::heads_per_warp >= q_heads + kv_heads,
-                "the host must cover every q and k head");
-  static_assert((parts - rotated_parts) * steps * 64 * 8 >= kv_heads * v_dim, "the host must cover every v element");
 };
+
+// One of the two a binary.
+__device__ __forceinline__ void run(const hccupy::RopeArgs<Config>& args) {
+  hccupy::let_next_grid_start();
+#if kRing
+  hccupy::many_rows(args);
+#else
+  hccupy::few_rows(args);
+#endif
+}
 
 using In = hccupy::Element<kQkvDtype>::Type;
 using Cache = hccupy::Element<kKeyCacheDtype>::Type;
@@ -165,33 +211,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                        long long out_v_stride_tokens, long long out_v_stride_kv_heads, float norm_eps,
                        float norm_weight_offset, int null_block, int tokens, int requests, int positions,
                        int num_blocks, int block_size, int max_blocks) {
-  hccupy::rope_norm_store_kv_body<Config>(
-      {{seq_lens, q_index, block_table, block_table_stride_requests, tokens, requests, positions, num_blocks,
-        block_size, max_blocks, null_block},
-       qkv,
-       qkv_stride_tokens,
-       cos_sin,
-       q_norm_weight,
-       k_norm_weight,
-       norm_eps,
-       norm_weight_offset,
-       key_cache,
-       value_cache,
-       {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},
-       {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads},
-       q,
-       out_k,
-       out_v,
-       {0, q_stride_tokens, q_stride_q_heads},
-       {0, out_k_stride_tokens, out_k_stride_kv_heads},
-       {0, out_v_stride_tokens, out_v_stride_kv_heads},
-       nullptr,
-       nullptr,
-       nullptr,
-       nullptr,
-       nullptr,
-       0.0f,
-       0});
+  const hccupy::RopeArgs<Config> args{
+      {seq_lens, q_index, block_table, block_table_stride_requests, tokens, requests, positions, num_blocks, block_size,
+       max_blocks, null_block},
+      qkv,
+      qkv_stride_tokens,
+      cos_sin,
+      q_norm_weight,
+      k_norm_weight,
+      norm_eps,
+      norm_weight_offset,
+      key_cache,
+      value_cache,
+      {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},
+      {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads},
+      q,
+      out_k,
+      out_v,
+      {0, q_stride_tokens, q_stride_q_heads},
+      {0, out_k_stride_tokens, out_k_stride_kv_heads},
+      {0, out_v_stride_tokens, out_v_stride_kv_heads},
+      nullptr,
+      nullptr,
+      nullptr,
+      nullptr,
+      nullptr,
+      0.0f,
+      0};
+  run(args);
 }
 #else
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) rope_norm_store_kv_fp8(
@@ -206,32 +253,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) rope_norm_sto
     long long out_v_stride_kv_heads, float norm_eps, float norm_weight_offset, int null_block, float upper_max,
     int max_q_len, int tokens, int requests, int positions, int num_blocks, int block_size, int max_blocks) {
   auto bytes = [](Cache* at) { return reinterpret_cast<Store*>(at); };
-  hccupy::rope_norm_store_kv_body<Config>(
-      {{seq_lens, q_index, block_table, block_table_stride_requests, tokens, requests, positions, num_blocks,
-        block_size, max_blocks, null_block},
-       qkv,
-       qkv_stride_tokens,
-       cos_sin,
-       q_norm_weight,
-       k_norm_weight,
-       norm_eps,
-       norm_weight_offset,
-       bytes(key_cache),
-       bytes(value_cache),
-       {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},
-       {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads},
-       q,
-       bytes(out_k),
-       bytes(out_v),
-       {0, q_stride_tokens, q_stride_q_heads},
-       {0, out_k_stride_tokens, out_k_stride_kv_heads},
-       {0, out_v_stride_tokens, out_v_stride_kv_heads},
-       k_scale,
-       v_scale,
-       q_scale_inv,
-       q_scale,
-       split_k_flag,
-       kHasUpperMax ? upper_max : 448.0f,
-       (max_q_len + 127) / 128 * 128});
+  const hccupy::RopeArgs<Config> args{
+      {seq_lens, q_index, block_table, block_table_stride_requests, tokens, requests, positions, num_blocks, block_size,
+       max_blocks, null_block},
+      qkv,
+      qkv_stride_tokens,
+      cos_sin,
+      q_norm_weight,
+      k_norm_weight,
+      norm_eps,
+      norm_weight_offset,
+      bytes(key_cache),
+      bytes(value_cache),
+      {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},
+      {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads},
+      q,
+      bytes(out_k),
+      bytes(out_v),
+      {0, q_stride_tokens, q_stride_q_heads},
+      {0, out_k_stride_tokens, out_k_stride_kv_heads},
+      {0, out_v_stride_tokens, out_v_stride_kv_heads},
+      k_scale,
+      v_scale,
+      q_scale_inv,
+      q_scale,
+      split_k_flag,
+      kHasUpperMax ? upper_max : 448.0f,
+      (max_q_len + 127) / 128 * 128};
+  run(args);
 }
 #endif

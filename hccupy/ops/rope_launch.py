@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from ..arch import Arch
 from ..dtypes import BY_NAME
@@ -17,20 +18,29 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def heads_per_warp(head_dim: int, rotary_dim: int, interleaved: bool) -> int:
+def _heads_per_warp(b: Bound) -> int:
     """HeadLanes of kernels/common/rope.cuh: both partners of a pair in one lane, two chunks of up to 8 elements a lane."""
-    half = rotary_dim // 2
-    chunk = math.gcd(rotary_dim if interleaved else half, head_dim, 8)
-    single = (head_dim if interleaved else head_dim - rotary_dim) // chunk
+    dim, rotary, interleaved = b.axes["head_dim"], b.axes["rotary_dim"], b.scalars["rope_style"] == "interleaved"
+    half = rotary // 2
+    chunk = math.gcd(rotary if interleaved else half, dim, 8)
+    single = (dim if interleaved else dim - rotary) // chunk
     slots = (0 if interleaved else half // chunk) + _ceil(single, 2)
     return max(32 // (1 << (slots - 1).bit_length()), 1)
 
 
-def _parts(b: Bound, steps: int) -> tuple[int, int]:
-    """(warps for q and k, warps for v) of one row, when a warp keeps `steps` KB in flight."""
+def _units(b: Bound) -> tuple[int, int]:
+    """Units of a row, 1 KB each (kernels/common/rope_row.cuh): (those that hold only q, the others)."""
     a = b.axes
-    heads = heads_per_warp(a["head_dim"], a["rotary_dim"], b.scalars["rope_style"] == "interleaved")
-    return _ceil(a["q_heads"] + a["kv_heads"], heads * steps), _ceil(a["kv_heads"] * a["v_head_dim"], 512 * steps)
+    heads = _heads_per_warp(b)
+    only_q = a["q_heads"] // heads
+    return only_q, _ceil(a["q_heads"] + a["kv_heads"], heads) - only_q + _ceil(a["kv_heads"] * a["v_head_dim"], 512)
+
+
+def _stage_bytes(b: Bound) -> int:
+    """RowStage of kernels/common/rope_stream.cuh: a row of qkv and its angles in shared memory."""
+    a = b.axes
+    row = (a["q_heads"] + a["kv_heads"]) * a["head_dim"] + a["kv_heads"] * a["v_head_dim"]
+    return _ceil(2 * row + 4 * a["rotary_dim"], 128) * 128
 
 
 def _blocks(units: int, arch: Arch) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -39,44 +49,91 @@ def _blocks(units: int, arch: Arch) -> tuple[tuple[int, int, int], tuple[int, in
     return (max(_ceil(units, warps), 1), 1, 1), (32 * warps, 1, 1)
 
 
-def launch_rope(b: Bound, arch: Arch) -> Launch:
-    """One warp per part of a row; the fp8 op's padding and flags are further warps."""
+class Shape(NamedTuple):
+    """How the warps share the work. steps: units a warp; warps: a multiprocessor; ring: rows in shared memory (0: none)."""
+
+    steps: int
+    warps: int
+    early: int = 0  # EARLY_..., 0: not a dependent launch
+    ring: int = 0
+
+    @property
+    def pdl(self) -> bool:
+        """A dependent launch?"""
+        return self.early > 0
+
+
+# What a dependent launch does before the previous grid has ended: bits of kernels/common/rope_row.cuh.
+EARLY_ROW, EARLY_ALL = 1, 3
+
+
+def shape_of(b: Bound, arch: Arch) -> Shape:
+    """Measured on an H200 (kernels/NOTES.md), in units a multiprocessor so that it carries over to other chips.
+
+    Few rows are all latency: fewer, fuller warps let several dependent grids be on the machine at once, each fetching its rows
+    while those before it run; a single row is best spread out. Many rows: whole rows by bulk copies, few warps with many
+    registers (more rows at once are slower, though nothing spills).
+    """
+    tokens, units = b.axes["tokens"], b.axes["tokens"] * sum(_units(b))
+    if arch.clusters:
+        if units <= arch.sms:
+            return Shape(1, 16, EARLY_ALL)
+        if units <= 40 * arch.sms:
+            return Shape(4, 16, EARLY_ALL)
+        stage = _stage_bytes(b) + 1024  # the barriers, and what the driver takes of each block
+        if b.aligned["qkv"] >= 16 and b.aligned["cos_sin"] >= 16 and b.axes["rotary_dim"] % 4 == 0 and 2 * stage <= arch.smem:
+            if tokens <= 4 * arch.sms and 4 * stage <= arch.smem:
+                return Shape(6, 20, EARLY_ROW, 1)  # every row has a block of its own, all at once
+            return Shape(6, 15, EARLY_ROW, 3 if 3 * stage <= arch.smem else 2)
+    return Shape(1, 16) if units <= 16 * arch.sms else Shape(4, 16)
+
+
+def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
+    """kParts warps a row; the fp8 op's padding and flags are further warps."""
     a = b.axes
     tokens, requests = a["tokens"], a["requests"]
     fp8 = b.op.endswith("_fp8")
-    # One step a warp gives the shortest chain of waits while all warps are on the machine at once (16 of 64 a
-    # multiprocessor). Beyond, 3 KB in flight a warp (80 registers, 24 warps a multiprocessor): 18 + 2 steps of a 64/8
-    # row make 6 + 1 warps. fp8 has more to compute: 2 KB, 9 + 1 warps, as 3 would spill at 80 registers.
-    steps = 1 if tokens * sum(_parts(b, 1)) <= 16 * arch.sms else 2 if fp8 else 3
-    rotated, values = _parts(b, steps)
-    units = tokens * (rotated + values)
+    s = shape or shape_of(b, arch)
+    only_q, others = _units(b)
+    more = 0
     if fp8:
-        units += _ceil(requests * a["kv_heads"], FLAGS_PER_WARP)
+        more += _ceil(requests * a["kv_heads"], FLAGS_PER_WARP)
         if b.scalars["q_quant"] == "dynamic" and b.scalars["is_prefill"]:
-            units += requests * padded(b.scalars["max_q_len"]) // 32
-    grid, block = _blocks(units, arch)
+            more += requests * padded(b.scalars["max_q_len"]) // 32
+    smem = 0
+    if s.ring:
+        parts = _ceil(only_q, s.steps) + _ceil(others, s.steps)
+        smem = s.ring * _stage_bytes(b)
+        threads = 32 * (parts + 1)
+        most = max(min(32 * s.warps // threads, arch.smem // (smem + 1024)), 1)
+        grid, block = (max(min(max(tokens, _ceil(more, parts)), most * arch.sms), 1), 1, 1), (threads, 1, 1)
+    else:
+        parts = _ceil(only_q + others, s.steps)
+        threads = THREADS
+        most = max(32 * s.warps // threads, 1)
+        grid, block = _blocks(tokens * parts + more, arch)
     written = [b.aligned[n] for n in ("q", "key_cache", "value_cache", "out_k", "out_v") if n in b.aligned]
     weights = [b.aligned[n] for n in ("q_norm_weight", "k_norm_weight") if n in b.aligned]
-    # A few tails are cheaper to rewrite (192 KB each at 64/8 heads) than to look at first, which is one more wait.
-    probe = requests > 8
+    how = f"rows by bulk copies, {s.ring} a block" if s.ring else f"{s.steps} KB in flight each"
     return Launch(
         grid,
         block,
-        pdl=arch.clusters and steps == 1,  # large grids have their own work to hide the start behind
+        smem,
+        pdl=s.pdl,
         defines={
             "kFp8": int(fp8),
-            "kThreads": THREADS,
-            "kMinBlocks": 3 if steps > 1 and not (fp8 and arch.cc[0] == 10) else 2,  # there 80 registers are one too few
-            "kSteps": steps,
-            "kRotatedParts": rotated,
-            "kParts": rotated + values,
-            "kTailProbe": int(probe),
+            "kThreads": threads,
+            "kMinBlocks": most,
+            "kSteps": s.steps,
+            "kParts": parts,
+            "kRing": s.ring,
+            "kEarly": s.early,
             "kReadAlign": b.aligned["qkv"],
             "kWriteAlign": min(written),
             "kTableAlign": b.aligned["cos_sin"],
             "kWeightAlign": min(weights, default=16),
         },
-        why=f"{rotated} + {values} warps a row, {steps} KB in flight each; tails {'looked at first' if probe else 'always rewritten'}",
+        why=f"{parts} warps a row, {how}",
     )
 
 

@@ -57,10 +57,28 @@ __device__ __forceinline__ void rotate_pair(float& first, float& second, float c
   first = turned;
 }
 
-// 1 / sqrt(mean of squares + eps), precise: not the approximate rsqrt.
+// 1 / sqrt(mean of squares + eps), to less than an ulp: the fast rsqrt and a Newton step. (Division and square root
+// call a subroutine for their rare cases; here only infinity is one.)
 template <int kDim>
 __device__ __forceinline__ float inverse_rms_of_head(float sum_of_squares, float eps) {
-  return 1.0f / sqrtf(fmaf(sum_of_squares, 1.0f / kDim, eps));
+  const float square = fmaf(sum_of_squares, 1.0f / kDim, eps);
+  const float root = rsqrtf(square);
+  const float better = fmaf(0.5f * root, fmaf(-square * root, root, 1.0f), root);
+  return square > 3.402823466e38f ? 0.0f : better;
+}
+
+// 1 / x, rounded to nearest, for x from 1e-37 to 1e37: the fast reciprocal and a Newton step.
+__device__ __forceinline__ float reciprocal(float x) {
+  const float guess = __fdividef(1.0f, x);
+  return fmaf(guess, fmaf(-x, guess, 1.0f), guess);
+}
+
+// x / kDivisor, rounded to nearest, unless x is close to underflow: the quotient by the rounded reciprocal, put right.
+template <int kDivisor>
+__device__ __forceinline__ float divided_by(float x) {
+  constexpr float kInverse = 1.0f / kDivisor;
+  const float quotient = x * kInverse;
+  return fmaf(fmaf(-quotient, static_cast<float>(kDivisor), x), kInverse, quotient);
 }
 
 // A pack moved in accesses of at most kAlign bytes, which its address is a multiple of.
@@ -89,6 +107,22 @@ __device__ __forceinline__ void store_aligned(typename Element<kDtype>::Type* to
     Pack<kDtype, kPart> part;
     memcpy(part.words, reinterpret_cast<const char*>(values.words) + first * sizeof *to, sizeof part.words);
     part.store(to + first);
+  }
+}
+
+// Pack::to_floats, with one instruction for each bf16 of a pair.
+template <int kDtype, int kSize>
+__device__ __forceinline__ void unpack(const Pack<kDtype, kSize>& pack, float (&values)[kSize]) {
+  if constexpr (kDtype == kBfloat16 && kSize % 2 == 0) {
+    unsigned int words[kSize / 2];
+    memcpy(words, pack.words, sizeof words);
+#pragma unroll
+    for (int i = 0; i < kSize / 2; ++i) {
+      values[2 * i] = float_from_bits(words[i] << 16);
+      values[2 * i + 1] = float_from_bits(words[i] & 0xffff0000u);
+    }
+  } else {
+    pack.to_floats(values);
   }
 }
 
@@ -157,6 +191,72 @@ struct Metadata {
   int tokens, requests, positions, num_blocks, block_size, max_blocks, null_block;
 };
 
+// Where a row is expected to be. Only a hint: `Held` and `Row` come out right whatever it says.
+struct Guess {
+  int request;
+  int middle = 0;      // what step `lane` of the bisection that ends at `request` looks at (0: that step is not taken)
+  bool right = false;  // and the way it goes from there
+  int position = -1;   // -1: unknown
+  int column = -1;     // of the block table, for that position
+  int page = -1;       // in that column
+};
+
+// Metadata may be read before the previous grid has ended, to know what to prefetch: never from a cache that may be
+// stale afterwards.
+__device__ __forceinline__ int load_fresh(const int* from) { return *static_cast<const volatile int*>(from); }
+
+// Right for plain decode, for the same number of new tokens everywhere, and for a single request.
+__device__ __forceinline__ Guess guess_request(const Metadata& m, int token) {
+  Guess g;
+  if (m.tokens == m.requests) {
+    g.request = token;
+  } else {
+    const int each = m.tokens > m.requests && m.requests > 0 ? m.tokens / m.requests : 1;
+    g.request = token / each < m.requests ? token / each : m.requests - 1;
+  }
+  int low = 0;
+  int high = m.requests;
+  for (int step = 0; high - low > 1; ++step) {
+    const int middle = low + (high - low) / 2;
+    const bool right = middle <= g.request;
+    if (step == lane_index()) {
+      g.middle = middle;
+      g.right = right;
+    }
+    (right ? low : high) = middle;
+  }
+  return g;
+}
+
+// The request that holds a row.
+struct Held {
+  int request = -1;  // -1: padding
+  int first = 0;     // its new tokens are the rows from here
+  int end = 0;       // to before here
+  int seq_len = 0;
+};
+
+// All 32 lanes take part and get the answer. A right guess costs one trip to memory; so does a single request.
+__device__ __forceinline__ Held hold_row(const Metadata& m, const Guess& g, int row) {
+  Held h;
+  if (m.requests == 0) return h;
+  h.first = load_fresh(m.q_index + g.request);
+  h.end = load_fresh(m.q_index + g.request + 1);
+  h.seq_len = load_fresh(m.seq_lens + g.request);
+  h.request = g.request;
+  if (m.requests > 1) {
+    const bool astray = g.middle > 0 && (load_fresh(m.q_index + g.middle) <= row) != g.right;
+    if (__any_sync(kFullMask, astray)) {
+      h.request = find_request(m.q_index, m.requests, row);
+      h.first = m.q_index[h.request];
+      h.end = m.q_index[h.request + 1];
+      h.seq_len = m.seq_lens[h.request];
+    }
+  }
+  if (!holds_row(h.request, h.first, h.end, row, m.tokens)) h.request = -1;
+  return h;
+}
+
 struct Row {
   int request = -1;     // -1: padding
   int place = 0;        // among its request's new tokens
@@ -169,23 +269,15 @@ struct Row {
   int slot = 0;  // in the page
 };
 
-// kPaged: the block table is read. All 32 lanes take part and get the answer.
-// The guess overlaps the load of seq_lens with the search: right for plain decode and for a single request.
+// kPaged: the block table is read, except where `g` has the entry already.
 template <bool kPaged, bool kHasNull>
-__device__ __forceinline__ Row locate_row(const Metadata& m, int token) {
+__device__ __forceinline__ Row locate_row(const Metadata& m, const Held& h, const Guess& g, int token) {
   Row row;
-  if (m.requests == 0) return row;
-  const int guess = token < m.requests ? token : m.requests - 1;
-  const int guessed = m.seq_lens[guess];
-  const int request = find_request(m.q_index, m.requests, token);
-  const int first = m.q_index[request];
-  const int end = m.q_index[request + 1];
-  if (!holds_row(request, first, end, token, m.tokens)) return row;
-  row.request = request;
-  row.place = token - first;
-  row.last = token == end - 1;
-  const int seq_len = request == guess ? guessed : m.seq_lens[request];
-  const long long position = static_cast<long long>(seq_len) - (end - token);
+  if (h.request < 0) return row;
+  row.request = h.request;
+  row.place = token - h.first;
+  row.last = token == h.end - 1;
+  const long long position = static_cast<long long>(h.seq_len) - (h.end - token);
   if (position < 0 || position >= m.positions) return row;
   row.position = static_cast<int>(position);
   row.placed = true;
@@ -195,7 +287,9 @@ __device__ __forceinline__ Row locate_row(const Metadata& m, int token) {
   }
   const int column = row.position / m.block_size;
   if (column >= m.max_blocks) return row;
-  row.page = m.block_table[request * m.block_table_stride + column];
+  row.page = g.page;
+  if (column != g.column || h.request != g.request)
+    row.page = load_fresh(m.block_table + h.request * m.block_table_stride + column);
   row.slot = row.position - column * m.block_size;
   const bool null = kHasNull && row.page == m.null_block;
   row.stored = !null && row.page >= 0 && row.page < m.num_blocks;
@@ -217,6 +311,25 @@ __device__ __forceinline__ void clear_vectors(char* first, long long stride_byte
     memset(&zero, 0, sizeof zero);
     *reinterpret_cast<Word*>(first + at / kPieces * stride_bytes + at % kPieces * kPiece) = zero;
   }
+}
+
+// Not 0 if one of those vectors has a bit set, in the lane that sees it.
+template <int kAlign, int kHeads, int kVectorBytes>
+__device__ __forceinline__ unsigned int bits_of_vectors(const void* first, long long stride_bytes) {
+  constexpr int kPiece = common_divisor(common_divisor(kVectorBytes, kAlign), 16);
+  constexpr int kPieces = kVectorBytes / kPiece;
+  using Word = typename WordOf<kPiece>::Type;
+  unsigned int found = 0;
+#pragma unroll 4
+  for (int at = lane_index(); at < kHeads * kPieces; at += 32) {
+    const Word word = load_once(reinterpret_cast<const Word*>(static_cast<const char*>(first) +
+                                                              at / kPieces * stride_bytes + at % kPieces * kPiece));
+    unsigned int words[(sizeof word + 3) / 4] = {};
+    memcpy(words, &word, sizeof word);
+#pragma unroll
+    for (unsigned int bits : words) found |= bits;
+  }
+  return found;
 }
 
 }  // namespace hccupy

@@ -1,7 +1,9 @@
-// One row of qkv, shared out over warps: arguments, the q and k heads, the v heads, and the tail behind the last row.
+// One row of qkv in units of 1 KB (at head dim 128): arguments, q and k heads, v heads, and the tail behind the last
+// row.
 //
-// C is the Config of rope_norm_store_kv.cu: everything baked. A warp holds 2 * C::steps registers of 16 bytes a lane
-// (`raw`), filled before anything waits, either from C::steps groups of q and k heads or from v.
+// C is the Config of rope_norm_store_kv.cu: everything baked. A unit is what one warp holds in two registers of 16
+// bytes a lane (`raw`): C::Lanes::heads_per_warp heads of q and k, or 512 elements of v. What a unit's values become
+// depends on nothing but the row, so any kernel that goes through the units gives the same bits.
 #pragma once
 
 #include "common/rope.cuh"
@@ -9,6 +11,10 @@
 namespace hccupy {
 
 enum { kPolicyNone = 0, kRopeThenNorm = 1, kNormThenRope = 2 };
+// Bits of C::early, what is done before the previous grid has ended: ask for the row and the weights in L2; read the
+// metadata as it is then (a guess, checked afterwards) and ask for the angles and the tail.
+enum { kEarlyRow = 1, kEarlyGuess = 2 };
+constexpr int kFlagsPerWarp = 128;  // of split_k_flag
 constexpr float kLargestFloat = 3.402823466e38f;
 constexpr float kSmallestAbsmax = 1e-12f;
 
@@ -52,145 +58,155 @@ struct RopeArgs {
   }
 };
 
-// value * inverse scale, held inside +-bound; NaN stays NaN (comparisons with it are false).
-__device__ __forceinline__ float quantised(float value, float inverse, float bound) {
-  const float scaled = value * inverse;
+// What K, V and static q are multiplied by (fp8).
+struct Scales {
+  float q = 1.0f, k = 1.0f, v = 1.0f;
+};
+
+// value * inverse, held inside +-bound; NaN stays NaN (comparisons with it are false). Without an upper_max the bound
+// is the largest e4m3, where the conversion saturates by itself. A zero is written out as value * inverse + zero.
+template <bool kBounded>
+__device__ __forceinline__ float quantised(float value, float inverse, float zero, float bound) {
+  const float scaled = fmaf(value, inverse, zero);
+  if constexpr (!kBounded) return scaled;
   return scaled > bound ? bound : scaled < -bound ? -bound : scaled;
 }
 
 // ---- tail ---------------------------------------------------------------------------------------------------
 
-// The slots behind a request's last token, in its page, become zero bytes. The warps of the last token's row share
-// them: warp `part` owns every kParts-th slot, in batches of 8.
+// The slots behind a request's last token, in its page, become zero bytes. Each lane clears the elements that it has
+// written in the last token's slot, so a warp answers for the heads it holds.
 //
-// With C::tail_probe a batch is left alone if it is clean already: rewriting whole tails at each decode step costs
-// more than the rest of the op. Clean means that the first 8 elements of the K and V vectors of two heads of each of
-// its slots are zero; a written token never looks like that, so slots of a rolled-back draft are found, and so is a
-// page that came full of NaN. If the page's first slot is among this call's tokens nobody has cleared it, and no look
-// is taken. (A lone non-zero value in the rest of an otherwise clean batch stays: clear such a page with zero_kv_tail.)
-template <class C>
+// Rewriting whole tails at each decode step would cost more than the rest of the op. So, unless the page's first slot
+// is among this call's tokens (nobody has cleared the page then), each warp first looks at its heads in two slots: at
+// all their elements in the slot right behind the last token, where the tokens of a rolled-back draft begin, and at
+// half of them in the last slot of the page, which a page that was never cleared has. Only if all are zero the heads
+// are left as they are.
+template <class C, int kChunk>
 struct Tail {
-  const RopeArgs<C>& args;
-  const Row& row;
-  int part;
-  bool wanted;
-  bool fresh;
+  using Store = typename RopeArgs<C>::Store;
+  using StorePack = Pack<C::store_dtype, kChunk>;
+  int behind = 0;  // slots to look after
+  bool fresh = false;
 
-  __device__ __forceinline__ Tail(const RopeArgs<C>& a, const Row& r, int p)
-      : args(a),
-        row(r),
-        part(p),
-        wanted(C::tail_zero && r.stored && r.last),
-        fresh(!C::tail_probe || r.place >= r.slot) {}
-
-  __device__ __forceinline__ int slot(int batch, int index) const {
-    return row.slot + 1 + part + (batch * 8 + index) * C::parts;
+  __device__ __forceinline__ Tail(const RopeArgs<C>& a, const Row& row, bool cached) {
+    if (C::tail_zero && cached && row.stored && row.last) behind = a.metadata.block_size - 1 - row.slot;
+    fresh = row.place >= row.slot;
   }
+  __device__ __forceinline__ bool looks() const { return C::tail_zero && behind > 0 && !fresh; }
 
-  // Not 0 if this lane's look at the batch finds something: 4 lanes a slot, K and V of two heads.
-  __device__ __forceinline__ unsigned int look(int batch) const {
-    const int lane = lane_index();
-    const int at = slot(batch, lane / 4);
-    const bool is_k = (lane & 1) == 0;
-    const int head = (lane & 2) != 0 ? C::kv_heads / 2 : 0;
-    if (!wanted || fresh || at >= args.metadata.block_size || (is_k ? C::has_out_k : C::has_out_v)) return 0;
-    const auto* from = is_k ? args.at(args.key_cache, args.key, row.page, at, head)
-                            : args.at(args.value_cache, args.value, row.page, at, head);
-    const auto pack = load_aligned<C::write_align, C::store_dtype, 8, Cached::kOnce>(from);
-    unsigned int words[sizeof pack / 4];
+  static __device__ __forceinline__ unsigned int bits(const Store* from) {
+    const StorePack pack = load_aligned<C::write_align, C::store_dtype, kChunk, Cached::kOnce>(from);
+    unsigned int words[(sizeof pack + 3) / 4] = {};
     memcpy(words, &pack, sizeof pack);
-    unsigned int found = 0;
+    unsigned int all = 0;
 #pragma unroll
-    for (unsigned int word : words) found |= word;
-    return found;
+    for (unsigned int word : words) all |= word;
+    return all;
   }
-
-  // `found`: look(0), taken early so that it overlaps the rest of the row's work.
-  __device__ __forceinline__ void clear(unsigned int found) const {
-    if (!wanted) return;
-    constexpr int kSize = static_cast<int>(sizeof(typename RopeArgs<C>::Store));
-#pragma unroll 1
-    for (int batch = 0; slot(batch, 0) < args.metadata.block_size; ++batch) {
-      if (batch > 0) found = look(batch);
-      if (!fresh && __ballot_sync(kFullMask, found != 0) == 0) continue;
-#pragma unroll 1
-      for (int index = 0; index < 8 && slot(batch, index) < args.metadata.block_size; ++index) {
-        if constexpr (!C::has_out_k)
-          clear_vectors<C::write_align, C::kv_heads, C::dim * kSize>(
-              reinterpret_cast<char*>(args.at(args.key_cache, args.key, row.page, slot(batch, index), 0)),
-              args.key.head * kSize);
-        if constexpr (!C::has_out_v)
-          clear_vectors<C::write_align, C::kv_heads, C::v_dim * kSize>(
-              reinterpret_cast<char*>(args.at(args.value_cache, args.value, row.page, slot(batch, index), 0)),
-              args.value.head * kSize);
-      }
-    }
+  // `to`: where this lane's chunk `which` is in the last token's slot; `slot`: elements from slot to slot.
+  __device__ __forceinline__ unsigned int look(const Store* to, int which, long long slot) const {
+    const unsigned int found = bits(to + slot);
+    return which == 0 ? found | bits(to + behind * slot) : found;
+  }
+  __device__ __forceinline__ void clear(Store* to, long long slot) const {
+#pragma unroll 2
+    for (int i = 1; i <= behind; ++i)
+      store_aligned<C::write_align, C::store_dtype, kChunk>(to + i * slot, StorePack::zeros());
   }
 };
 
 // ---- q and k ------------------------------------------------------------------------------------------------
 
-// C::steps groups of heads of one row: q heads first, then k heads, C::Lanes::heads_per_warp at a time.
+// A unit is C::Lanes::heads_per_warp heads: q heads first, then k heads.
 template <class C>
 struct RotatedHeads {
   using L = typename C::Lanes;
   using InPack = Pack<C::qkv_dtype, L::chunk>;
   using StorePack = Pack<C::store_dtype, L::chunk>;
   static constexpr int heads = C::q_heads + C::kv_heads;
+  static constexpr int units = (heads + L::heads_per_warp - 1) / L::heads_per_warp;
+  static constexpr int q_units = C::q_heads / L::heads_per_warp;      // those that hold nothing but q
+  static constexpr bool mixed = C::q_heads % L::heads_per_warp != 0;  // a unit has both
+  static constexpr bool normed = C::policy != kPolicyNone;
   static_assert(L::per_lane * sizeof(InPack) <= sizeof(uint4),
                 "a lane's part of a half head must fit its register slot");
 
   static __device__ __forceinline__ int slot(int k) { return lane_index() % L::lanes + k * L::lanes; }
-  static __device__ __forceinline__ int head(int part, int step) {
-    return (part * C::steps + step) * L::heads_per_warp + lane_index() / L::lanes;
-  }
+  static __device__ __forceinline__ int head(int unit) { return unit * L::heads_per_warp + lane_index() / L::lanes; }
 
-  // All loads of the warp are in flight before anything waits for one. Lanes without elements hold zeros.
-  static __device__ __forceinline__ void load(const RopeArgs<C>& a, int token, int part, uint4 (&raw)[2 * C::steps]) {
-    const auto* from = a.qkv + token * a.qkv_stride;
+  // Lanes without elements hold zeros.
+  static __device__ __forceinline__ void load(const RopeArgs<C>& a, int token, int unit, uint4 (&raw)[2]) {
+    const auto* from = a.qkv + token * a.qkv_stride + head(unit) * C::dim;
 #pragma unroll
-    for (int step = 0; step < C::steps; ++step) {
+    for (int k = 0; k < L::per_lane; ++k) {
 #pragma unroll
-      for (int k = 0; k < L::per_lane; ++k) {
-#pragma unroll
-        for (int which = 0; which < 2; ++which) {
-          InPack pack = InPack::zeros();
-          if (head(part, step) < heads && L::exists(slot(k), which)) {
-            pack = load_aligned<C::read_align, C::qkv_dtype, L::chunk, Cached::kOnce>(from + head(part, step) * C::dim +
-                                                                                      L::element(slot(k), which));
-          }
-          memcpy(reinterpret_cast<char*>(&raw[2 * step + which]) + k * sizeof pack, &pack, sizeof pack);
-        }
+      for (int which = 0; which < 2; ++which) {
+        InPack pack = InPack::zeros();
+        if (head(unit) < heads && L::exists(slot(k), which))
+          pack = load_aligned<C::read_align, C::qkv_dtype, L::chunk, Cached::kOnce>(from + L::element(slot(k), which));
+        memcpy(reinterpret_cast<char*>(&raw[which]) + k * sizeof pack, &pack, sizeof pack);
       }
     }
   }
 
-  // What a row needs besides its elements. Loaded before anything depends on the page, so that the trips overlap.
-  struct Operands {
+  // The same from a row in shared memory.
+  static __device__ __forceinline__ void raw_of(const typename RopeArgs<C>::In* row, int unit, uint4 (&raw)[2]) {
+#pragma unroll
+    for (int k = 0; k < L::per_lane; ++k) {
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        InPack pack = InPack::zeros();
+        if (head(unit) < heads && L::exists(slot(k), which))
+          pack = InPack::load(row + head(unit) * C::dim + L::element(slot(k), which));
+        memcpy(reinterpret_cast<char*>(&raw[which]) + k * sizeof pack, &pack, sizeof pack);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void prefetch(const RopeArgs<C>& a, int token, int unit) {
+    constexpr int kLine = 128 / static_cast<int>(sizeof *a.qkv);
+    const int first = unit * L::heads_per_warp * C::dim + lane_index() * kLine;
+    if (lane_index() * kLine < L::heads_per_warp * C::dim && first < heads * C::dim)
+      prefetch_line(a.qkv + token * a.qkv_stride + first);
+  }
+
+  static constexpr int kAngles = C::interleaved ? L::chunk / 2 : L::chunk;
+  using AnglePack = Pack<kFloat32, kAngles>;
+  struct Angles {
     float cosine[L::per_lane][L::chunk];  // interleaved: the second chunk's angles are the upper half
     float sine[L::per_lane][L::chunk];
-    float weight[L::per_lane][2][L::chunk];  // early_weights only
   };
 
-  static __device__ __forceinline__ void load_angles(const RopeArgs<C>& a, const Row& row, Operands& o) {
-    if (!row.placed) return;
-    const float* table = a.cos_sin + static_cast<long long>(row.position) * (2 * L::half);
+  template <class Load>
+  static __device__ __forceinline__ void angles_by(const float* table, Angles& o, Load load) {
     constexpr int kHalves = C::interleaved ? 2 : 1;
-    constexpr int kCount = L::chunk / kHalves;
 #pragma unroll
     for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
       for (int which = 0; which < kHalves; ++which) {
         if (!L::exists(slot(k), which) || !L::rotated(slot(k), which)) continue;
         const float* from = table + L::angle(slot(k), which);
-        const auto c = load_aligned<C::table_align, kFloat32, kCount, Cached::kShared>(from);
-        const auto s = load_aligned<C::table_align, kFloat32, kCount, Cached::kShared>(from + L::half);
+        const AnglePack c = load(from);
+        const AnglePack s = load(from + L::half);
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          o.cosine[k][which * kCount + i] = c.at(i);
-          o.sine[k][which * kCount + i] = s.at(i);
+        for (int i = 0; i < kAngles; ++i) {
+          o.cosine[k][which * kAngles + i] = c.at(i);
+          o.sine[k][which * kAngles + i] = s.at(i);
         }
       }
+  }
+  static __device__ __forceinline__ void load_angles(const RopeArgs<C>& a, int position, Angles& o) {
+    angles_by(a.cos_sin + static_cast<long long>(position) * (2 * L::half), o,
+              [](const float* from) { return load_aligned<C::table_align, kFloat32, kAngles, Cached::kShared>(from); });
+  }
+  // The same from a row of the table in shared memory.
+  static __device__ __forceinline__ void angles_of(const float* row, Angles& o) {
+    angles_by(row, o, [](const float* from) { return AnglePack::load(from); });
+  }
+  static __device__ __forceinline__ void prefetch_angles(const RopeArgs<C>& a, int position) {
+    if (lane_index() * 32 < 2 * L::half)
+      prefetch_line(a.cos_sin + static_cast<long long>(position) * (2 * L::half) + lane_index() * 32);
   }
 
   static __device__ __forceinline__ void rotate(float (&x)[2][L::chunk], int k, const float (&cosine)[L::chunk],
@@ -210,55 +226,62 @@ struct RotatedHeads {
     }
   }
 
-  // Norm weights of a chunk (the load differs where q's and k's have different dtypes).
-  static __device__ __forceinline__ void weights_of(const RopeArgs<C>& a, bool is_q, int element,
-                                                    float (&w)[L::chunk]) {
-    if constexpr (C::q_weight_dtype == C::k_weight_dtype) {
-      load_aligned<C::weight_align, C::q_weight_dtype, L::chunk, Cached::kShared>((is_q ? a.q_weight : a.k_weight) +
-                                                                                  element)
-          .to_floats(w);
-    } else if (is_q) {
-      load_aligned<C::weight_align, C::q_weight_dtype, L::chunk, Cached::kShared>(a.q_weight + element).to_floats(w);
-    } else {
-      load_aligned<C::weight_align, C::k_weight_dtype, L::chunk, Cached::kShared>(a.k_weight + element).to_floats(w);
+  // What a lane's elements are multiplied by, with the offset (the load differs where q's and k's have different
+  // dtypes).
+  struct Weights {
+    float of[L::per_lane][2][L::chunk];
+  };
+
+  static __device__ __forceinline__ void load_weights(const RopeArgs<C>& a, bool is_q, Weights& w) {
+    if constexpr (normed) {
+#pragma unroll
+      for (int k = 0; k < L::per_lane; ++k)
+#pragma unroll
+        for (int which = 0; which < 2; ++which) {
+          if (!L::exists(slot(k), which)) continue;
+          const int element = L::element(slot(k), which);
+          auto& to = w.of[k][which];
+          if constexpr (C::q_weight_dtype == C::k_weight_dtype) {
+            weights_at<C::q_weight_dtype>((is_q ? a.q_weight : a.k_weight) + element, to);
+          } else if (is_q) {
+            weights_at<C::q_weight_dtype>(a.q_weight + element, to);
+          } else {
+            weights_at<C::k_weight_dtype>(a.k_weight + element, to);
+          }
+        }
     }
   }
-
-  // With one step the weights come along with the row; with more they are in L1 when they are needed.
-  static constexpr bool early_weights = C::policy != kPolicyNone && C::steps == 1;
-  static __device__ __forceinline__ void load_weights(const RopeArgs<C>& a, int part, Operands& o) {
-    if constexpr (early_weights) {
+  template <int kDtype>
+  static __device__ __forceinline__ void weights_at(const typename Element<kDtype>::Type* from, float (&to)[L::chunk]) {
+    load_aligned<C::weight_align, kDtype, L::chunk, Cached::kShared>(from).to_floats(to);
+  }
+  static __device__ __forceinline__ void add_offset(const RopeArgs<C>& a, Weights& w) {
+    if constexpr (normed) {
 #pragma unroll
       for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
         for (int which = 0; which < 2; ++which)
-          if (L::exists(slot(k), which))
-            weights_of(a, head(part, 0) < C::q_heads, L::element(slot(k), which), o.weight[k][which]);
+#pragma unroll
+          for (int i = 0; i < L::chunk; ++i) w.of[k][which][i] += a.norm_weight_offset;
     }
   }
 
-  static __device__ __forceinline__ void normalise(const RopeArgs<C>& a, bool is_q, const Operands& o,
+  static __device__ __forceinline__ void normalise(const RopeArgs<C>& a, const Weights& w,
                                                    float (&x)[L::per_lane][2][L::chunk]) {
-    float sum = 0.0f;
+    float sum[2] = {0.0f, 0.0f};  // two chains, to wait less
 #pragma unroll
     for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
       for (int which = 0; which < 2; ++which)
 #pragma unroll
-        for (int i = 0; i < L::chunk; ++i) sum = fmaf(x[k][which][i], x[k][which][i], sum);
-    const float inverse = inverse_rms_of_head<C::dim>(warp_sum<L::lanes>(sum), a.norm_eps);
+        for (int i = 0; i < L::chunk; ++i) sum[which] = fmaf(x[k][which][i], x[k][which][i], sum[which]);
+    const float inverse = inverse_rms_of_head<C::dim>(warp_sum<L::lanes>(sum[0] + sum[1]), a.norm_eps);
 #pragma unroll
     for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        if (!L::exists(slot(k), which)) continue;
-        float w[L::chunk];
-        if constexpr (!early_weights) weights_of(a, is_q, L::element(slot(k), which), w);
+      for (int which = 0; which < 2; ++which)
 #pragma unroll
-        for (int i = 0; i < L::chunk; ++i)
-          x[k][which][i] =
-              x[k][which][i] * inverse * ((early_weights ? o.weight[k][which][i] : w[i]) + a.norm_weight_offset);
-      }
+        for (int i = 0; i < L::chunk; ++i) x[k][which][i] = x[k][which][i] * inverse * w.of[k][which][i];
   }
 
   static __device__ __forceinline__ void store_q_scale(const RopeArgs<C>& a, const Row& row, int token, int head,
@@ -272,65 +295,99 @@ struct RotatedHeads {
   }
 
   // Quantises x of one head in place; returns with what it can be multiplied back (dynamic q).
-  static __device__ __forceinline__ float quantise(const RopeArgs<C>& a, bool is_q, float inverse_k,
+  static __device__ __forceinline__ float quantise(const RopeArgs<C>& a, bool is_q, const Scales& scales,
                                                    float (&x)[L::per_lane][2][L::chunk]) {
     float scale = 0.0f;
-    float inverse = inverse_k;
-    bool nothing = false;
+    float inverse = is_q ? scales.q : scales.k;
+    float zero = -0.0f;  // leaves every product as it is
     if constexpr (C::dynamic_q) {
-      float largest = 0.0f;
+      float largest[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
         for (int which = 0; which < 2; ++which)
 #pragma unroll
-          for (int i = 0; i < L::chunk; ++i) largest = fmaxf(largest, fabsf(x[k][which][i]));
-      largest = fminf(warp_max<L::lanes>(largest), kLargestFloat);
-      scale = fmaxf(largest, kSmallestAbsmax) / a.upper_max;
-      inverse = is_q ? 1.0f / scale : inverse_k;
-      nothing = is_q && largest == 0.0f;
-    } else {
-      inverse = is_q ? *a.q_scale_inv : inverse_k;
+          for (int i = 0; i < L::chunk; ++i) largest[which] = fmaxf(largest[which], fabsf(x[k][which][i]));
+      const float absmax = fminf(warp_max<L::lanes>(fmaxf(largest[0], largest[1])), kLargestFloat);
+      const float at_least = fmaxf(absmax, kSmallestAbsmax);
+      scale = C::bounded ? at_least / a.upper_max : divided_by<448>(at_least);
+      if (is_q) {
+        inverse = C::bounded ? 1.0f / scale : reciprocal(scale);
+        zero = absmax == 0.0f ? 0.0f : -0.0f;  // an all-zero head has no negative zeros
+      }
     }
 #pragma unroll
     for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
       for (int which = 0; which < 2; ++which)
 #pragma unroll
-        for (int i = 0; i < L::chunk; ++i) {
-          const float value = quantised(x[k][which][i], inverse, a.upper_max);
-          x[k][which][i] = nothing ? value + 0.0f : value;  // an all-zero head has no negative zeros
-        }
+        for (int i = 0; i < L::chunk; ++i)
+          x[k][which][i] = quantised<C::bounded>(x[k][which][i], inverse, zero, a.upper_max);
     return scale;
   }
 
-  // A row that is padding or bad gives zeros to every output and nothing to the caches.
-  static __device__ __forceinline__ void finish(const RopeArgs<C>& a, const Row& row, int token, int part,
-                                                const uint4 (&raw)[2 * C::steps], const Operands& o, float scale_kv) {
-    const float inverse_k = C::fp8 ? 1.0f / scale_kv : 1.0f;
+  // What a look at the tail of this row finds.
+  static __device__ __forceinline__ unsigned int look(const RopeArgs<C>& a, const Row& row, int unit) {
+    const int h = head(unit);
+    unsigned int found = 0;
+    if (h < C::q_heads || h >= heads) return found;
+    const Tail<C, L::chunk> tail(a, row, true);
+    const auto* from = a.key_of(row, 0, h - C::q_heads);
 #pragma unroll
-    for (int step = 0; step < C::steps; ++step) {
-      const int h = head(part, step);
-      const bool is_q = h < C::q_heads;
-      float x[L::per_lane][2][L::chunk];
+    for (int k = 0; k < L::per_lane; ++k)
+#pragma unroll
+      for (int which = 0; which < 2; ++which)
+        if (L::exists(slot(k), which)) found |= tail.look(from + L::element(slot(k), which), which, a.key.slot);
+    return found;
+  }
+
+  // A row that is padding or bad gives zeros to every output and nothing to the caches. `only_q`: known at compile
+  // time.
+  static __device__ __forceinline__ void finish(const RopeArgs<C>& a, const Row& row, int token, int unit, bool only_q,
+                                                const uint4 (&raw)[2], const Angles& angles, const Weights& w,
+                                                const Scales& scales) {
+    const int h = head(unit);
+    const bool is_q = only_q || h < C::q_heads;
+    auto* to = is_q ? a.at(a.q, a.q_strides, 0, token, h) : a.key_of(row, token, h - C::q_heads);
+    const bool writes = only_q || (h < heads && (is_q || C::has_out_k || row.stored));
+    if (only_q || C::ring > 0) {
+      compute(a, row, token, h, is_q, writes, to, raw, angles, w, scales);
+      return;
+    }
+    const Tail<C, L::chunk> tail(a, row, !C::has_out_k);
+    const unsigned int found = tail.looks() ? look(a, row, unit) : 0;
+    compute(a, row, token, h, is_q, writes, to, raw, angles, w, scales);
+    if (tail.behind > 0 && (tail.fresh || __any_sync(kFullMask, found != 0)) && h < heads && !is_q) {
 #pragma unroll
       for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
-        for (int which = 0; which < 2; ++which) {
-          InPack pack;
-          memcpy(&pack, reinterpret_cast<const char*>(&raw[2 * step + which]) + k * sizeof pack, sizeof pack);
-          pack.to_floats(x[k][which]);
-        }
-      if constexpr (C::policy == kNormThenRope) normalise(a, is_q, o, x);
+        for (int which = 0; which < 2; ++which)
+          if (L::exists(slot(k), which)) tail.clear(to + L::element(slot(k), which), a.key.slot);
+    }
+  }
+
+  // `to`: where head `h` of this lane goes, in global or shared memory.
+  static __device__ __forceinline__ void compute(const RopeArgs<C>& a, const Row& row, int token, int h, bool is_q,
+                                                 bool writes, typename RopeArgs<C>::Store* to, const uint4 (&raw)[2],
+                                                 const Angles& angles, const Weights& w, const Scales& scales) {
+    float x[L::per_lane][2][L::chunk];
 #pragma unroll
-      for (int k = 0; k < L::per_lane; ++k) rotate(x[k], k, o.cosine[k], o.sine[k]);
-      if constexpr (C::policy == kRopeThenNorm) normalise(a, is_q, o, x);
-      if constexpr (C::fp8) {
-        const float scale = quantise(a, is_q, inverse_k, x);
-        if constexpr (C::dynamic_q) store_q_scale(a, row, token, h, row.live ? scale : 0.0f);
+    for (int k = 0; k < L::per_lane; ++k)
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        InPack pack;
+        memcpy(&pack, reinterpret_cast<const char*>(&raw[which]) + k * sizeof pack, sizeof pack);
+        unpack<C::qkv_dtype>(pack, x[k][which]);
       }
-      if (h >= heads || !(is_q || C::has_out_k || row.stored)) continue;
-      auto* to = is_q ? a.at(a.q, a.q_strides, 0, token, h) : a.key_of(row, token, h - C::q_heads);
+    if constexpr (C::policy == kNormThenRope) normalise(a, w, x);
+#pragma unroll
+    for (int k = 0; k < L::per_lane; ++k) rotate(x[k], k, angles.cosine[k], angles.sine[k]);
+    if constexpr (C::policy == kRopeThenNorm) normalise(a, w, x);
+    if constexpr (C::fp8) {
+      const float scale = quantise(a, is_q, scales, x);
+      if constexpr (C::dynamic_q) store_q_scale(a, row, token, h, row.live ? scale : 0.0f);
+    }
+    if (writes) {
 #pragma unroll
       for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
@@ -340,53 +397,174 @@ struct RotatedHeads {
                 to + L::element(slot(k), which), row.live ? StorePack::from_floats(x[k][which]) : StorePack::zeros());
     }
   }
+
+  // The lines of the caches that `finish` will look at.
+  static __device__ __forceinline__ void prefetch_tail(const RopeArgs<C>& a, const Row& row, int unit) {
+    const int h = head(unit);
+    if (h < C::q_heads || h >= heads || lane_index() % L::lanes * 64 >= C::dim) return;
+    const auto* at = a.key_of(row, 0, h - C::q_heads) + lane_index() % L::lanes * 64;
+    prefetch_line(at + a.key.slot);
+    if (lane_index() % L::lanes * 128 < C::dim) prefetch_line(at + (a.metadata.block_size - 1 - row.slot) * a.key.slot);
+  }
 };
 
 // ---- v ------------------------------------------------------------------------------------------------------
 
-// 2 * C::steps chunks of 8 elements a lane, of the v heads of one row.
+// A unit is two chunks of 8 elements a lane.
 template <class C>
 struct Values {
   static constexpr int chunks = C::kv_heads * C::v_dim / 8;
-  static constexpr int count = 2 * C::steps;
+  static constexpr int units = (chunks + 63) / 64;
   using InPack = Pack<C::qkv_dtype, 8>;
   using StorePack = Pack<C::store_dtype, 8>;
 
-  static __device__ __forceinline__ int chunk(int part, int k) { return (part * count + k) * 32 + lane_index(); }
+  static __device__ __forceinline__ int chunk(int unit, int k) { return (unit * 2 + k) * 32 + lane_index(); }
 
-  static __device__ __forceinline__ void load(const RopeArgs<C>& a, int token, int part, uint4 (&raw)[count]) {
+  static __device__ __forceinline__ void load(const RopeArgs<C>& a, int token, int unit, uint4 (&raw)[2]) {
     const auto* from = a.qkv + token * a.qkv_stride + (C::q_heads + C::kv_heads) * C::dim;
 #pragma unroll
-    for (int k = 0; k < count; ++k)
-      if (chunk(part, k) < chunks)
-        raw[k] = load_aligned<C::read_align, C::qkv_dtype, 8, Cached::kOnce>(from + chunk(part, k) * 8).words[0];
+    for (int k = 0; k < 2; ++k)
+      if (chunk(unit, k) < chunks)
+        raw[k] = load_aligned<C::read_align, C::qkv_dtype, 8, Cached::kOnce>(from + chunk(unit, k) * 8).words[0];
+  }
+  static __device__ __forceinline__ void raw_of(const typename RopeArgs<C>::In* row, int unit, uint4 (&raw)[2]) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      if (chunk(unit, k) < chunks)
+        raw[k] = InPack::load(row + (C::q_heads + C::kv_heads) * C::dim + chunk(unit, k) * 8).words[0];
+  }
+
+  static __device__ __forceinline__ void prefetch(const RopeArgs<C>& a, int token, int unit) {
+    const int first = unit * 64 + lane_index() * 8;  // in chunks; 8 are a line
+    if (lane_index() < 8 && first < chunks)
+      prefetch_line(a.qkv + token * a.qkv_stride + (C::q_heads + C::kv_heads) * C::dim + first * 8);
   }
 
   static __device__ __forceinline__ StorePack stored(const RopeArgs<C>& a, const InPack& pack, float inverse) {
     if constexpr (C::fp8) {
       float x[8];
-      pack.to_floats(x);
+      unpack<C::qkv_dtype>(pack, x);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = quantised(x[i], inverse, a.upper_max);
+      for (int i = 0; i < 8; ++i) x[i] = quantised<C::bounded>(x[i], inverse, -0.0f, a.upper_max);
       return StorePack::from_floats(x);
     } else {
       return pack;
     }
   }
 
-  static __device__ __forceinline__ void finish(const RopeArgs<C>& a, const Row& row, int token, int part,
-                                                const uint4 (&raw)[count], float scale_kv) {
-    if (!(C::has_out_v || row.stored)) return;
-    const float inverse = C::fp8 ? 1.0f / scale_kv : 1.0f;
+  static __device__ __forceinline__ unsigned int look(const RopeArgs<C>& a, const Row& row, int unit) {
+    const Tail<C, 8> tail(a, row, true);
+    unsigned int found = 0;
 #pragma unroll
-    for (int k = 0; k < count; ++k) {
-      const int at = chunk(part, k) * 8;
-      if (at >= chunks * 8) continue;
-      store_aligned<C::write_align, C::store_dtype, 8>(
-          a.value_of(row, token, at / C::v_dim) + at % C::v_dim,
-          row.live ? stored(a, InPack{{raw[k]}}, inverse) : StorePack::zeros());
+    for (int k = 0; k < 2; ++k) {
+      const int element = chunk(unit, k) * 8;
+      if (chunk(unit, k) < chunks)
+        found |= tail.look(a.value_of(row, 0, element / C::v_dim) + element % C::v_dim, k, a.value.slot);
     }
+    return found;
+  }
+
+  static __device__ __forceinline__ void finish(const RopeArgs<C>& a, const Row& row, int token, int unit,
+                                                const uint4 (&raw)[2], const Scales& scales) {
+    if (!(C::has_out_v || row.stored)) return;
+    const Tail<C, 8> tail(a, row, !C::has_out_v && C::ring == 0);
+    const unsigned int found = tail.looks() ? look(a, row, unit) : 0;
+    typename RopeArgs<C>::Store* to[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int element = chunk(unit, k) * 8;
+      to[k] = a.value_of(row, token, element / C::v_dim) + element % C::v_dim;
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      if (chunk(unit, k) < chunks)
+        store_aligned<C::write_align, C::store_dtype, 8>(
+            to[k], row.live ? stored(a, InPack{{raw[k]}}, scales.v) : StorePack::zeros());
+    if (tail.behind == 0 || !(tail.fresh || __any_sync(kFullMask, found != 0))) return;
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      if (chunk(unit, k) < chunks) tail.clear(to[k], a.value.slot);
+  }
+
+  static __device__ __forceinline__ void prefetch_tail(const RopeArgs<C>& a, const Row& row, int unit) {
+    const int element = (unit * 64 + lane_index() * 8) * 8;
+    if (lane_index() >= 8 || element >= chunks * 8) return;
+    const auto* at = a.value_of(row, 0, element / C::v_dim) + element % C::v_dim;
+    prefetch_line(at + a.value.slot);
+    if (lane_index() < 4) prefetch_line(at + (a.metadata.block_size - 1 - row.slot) * a.value.slot);
   }
 };
+
+// ---- scales -------------------------------------------------------------------------------------------------
+
+template <class C>
+__device__ __forceinline__ Scales load_scales(const RopeArgs<C>& a) {
+  Scales scales;
+  if constexpr (C::fp8) {
+    scales.k = *a.k_scale;
+    scales.v = *a.v_scale;
+    if constexpr (!C::dynamic_q) scales.q = *a.q_scale_inv;
+  }
+  return scales;
+}
+
+template <class C>
+__device__ __forceinline__ void invert(Scales& scales) {
+  if constexpr (C::fp8) {
+    scales.k = 1.0f / scales.k;
+    scales.v = 1.0f / scales.v;
+  }
+}
+
+// ---- the rest of the fp8 outputs ----------------------------------------------------------------------------
+
+// Zeros in q_scale where no token is: lane = one place of one request.
+template <class C>
+__device__ __forceinline__ void clear_q_scale(const RopeArgs<C>& a, long long unit) {
+  const int per_request = a.padded_q_len / 32;
+  const int request = static_cast<int>(unit / per_request);
+  const int place = static_cast<int>(unit % per_request) * 32 + lane_index();
+  const Metadata& m = a.metadata;
+  const long long token = static_cast<long long>(m.q_index[request]) + place;
+  if (token >= 0 && token < m.tokens) {
+    const int row = static_cast<int>(token);
+    // That row writes its own element if the search gives it to this request (it may not where q_index is not sorted).
+    if (holds_row(request, m.q_index[request], m.q_index[request + 1], row, m.tokens) &&
+        find_request_alone(m.q_index, m.requests, row) == request)
+      return;
+  }
+#pragma unroll 1
+  for (int head = 0; head < C::q_heads; ++head)
+    a.q_scale[(static_cast<long long>(request) * C::q_heads + head) * a.padded_q_len + place] = 0.0f;
+}
+
+template <class C>
+__device__ __forceinline__ void clear_split_k_flag(const RopeArgs<C>& a, long long unit) {
+  const long long flags = static_cast<long long>(a.metadata.requests) * C::kv_heads;
+#pragma unroll
+  for (int k = 0; k < kFlagsPerWarp; k += 32) {
+    const long long at = unit * kFlagsPerWarp + k + lane_index();
+    if (at < flags) a.split_k_flag[at] = 0;
+  }
+}
+
+// Number `unit` of the further work.
+template <class C>
+__device__ __forceinline__ void clear_more(const RopeArgs<C>& a, long long unit) {
+  const long long scale_units =
+      C::padded_scale ? static_cast<long long>(a.metadata.requests) * (a.padded_q_len / 32) : 0;
+  if (unit < scale_units) {
+    clear_q_scale(a, unit);
+  } else {
+    clear_split_k_flag(a, unit - scale_units);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ long long more_units(const RopeArgs<C>& a) {
+  const long long requests = a.metadata.requests;
+  return (C::padded_scale ? requests * (a.padded_q_len / 32) : 0) +
+         (requests * C::kv_heads + kFlagsPerWarp - 1) / kFlagsPerWarp;
+}
 
 }  // namespace hccupy
