@@ -116,11 +116,11 @@ def rope_norm_store_kv(
     bounds, and raise MetadataError with HCCUPY_DEBUG=1. out_k / out_v take K / V instead of their cache. Position is the
     cache slot: M-RoPE is not served.
 
-    tail="zero" clears the slots behind a request's last token in its last block. Up to 8 requests they are always
-    rewritten. With more requests the kernel looks first: unless the block's first slot is among the new tokens, a run of
-    8 slots is rewritten only if one of them holds a non-zero among the first 8 elements of K or V of the heads looked at (two a
-    slot). That finds rolled-back draft tokens and pages never cleared; it assumes that a slot that was written is not
-    zero in all of those elements. The CPU path always clears.
+    tail="zero" clears the slots behind a request's last token in its last block. The kernel looks first: unless the
+    block's first slot is among the new tokens, the tail is rewritten only if K or V is not zero in the slot right behind
+    the last token (all elements) or in half of the block's last slot, judged for a few heads at a time. That finds
+    rolled-back draft tokens, which begin right behind, and pages never cleared. It assumes that stale data reaches one of
+    these two slots and is not all zero there; clear other pages with zero_kv_tail. The CPU path always clears.
     """
     given = (
         key_cache, value_cache, qkv, cos_sin, seq_lens, q_index, block_table, q_norm_weight, k_norm_weight, qk_norm_policy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import os
 import platform
 import subprocess
 import sys
@@ -29,11 +30,11 @@ def _git(*words: str) -> str:
         run = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=10)
     except OSError:
         return ""
-    return run.stdout.strip()
+    return run.stdout.strip() if run.returncode == 0 else ""
 
 
 def record(gpu: str) -> dict[str, Any]:
-    """The head of every report under notebooks/results/."""
+    """The head of every report under notebooks/results/. Outside a checkout HCCUPY_COMMIT says what the sources are."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -47,7 +48,7 @@ def record(gpu: str) -> dict[str, Any]:
         versions["nvrtc"] = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("HCCUPY_COMMIT", "unknown"),
         "uncommitted": bool(_git("status", "--porcelain", "--", "kernels", "../kernels", ".")),
         "gpu": gpu,
         "versions": versions,

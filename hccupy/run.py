@@ -92,7 +92,8 @@ def bind(spec: OpSpec, framework: ModuleType, given: Sequence[Any], outs: Sequen
     bound = check.bind(spec, metas, scalars, framework.NAME, addresses)  # 2
     launcher = None
     if bound.device[0] == "cuda" and all(bound.axes[a] for a in spec.empty):
-        _kind, index = bound.device
+        cuda.check_fork()
+        index = bound.device[1]
         handle = framework.stream(index, given[0]) if stream is None else stream_handle(stream)
         with cuda.cupy().cuda.Device(index):
             cuda.ensure_context()  # a thread's first call may be this one

@@ -33,17 +33,18 @@ def status(tests: dict[str, Any], bench: dict[str, Any]) -> str:
     counts = tests["counts"]
     ulps = max(float(r["ulps"]) for r in tests["worst"] if "ulps" in r and r["dtype"] != "float32")
     gates = max(float(r["relative"]) for r in tests["worst"] if "relative" in r and r["op"].startswith("ihc"))
+    measured = {r["op"] for r in bench["records"]}
     lines = [
         f"Version 0.1, alpha. {tests['gpu']}, {tests['date']}: GPU suite {counts['passed']} passed, {counts['failed'] + counts['error']} failed, "
         f"{counts['skipped']} skipped; worst error of 16-bit results {ulps:.2f} ulp, of gates {gates:.1e} relative to fp64.",
         "",
         f"Microseconds a call on {bench['gpu']} ({bench['date']}; CUDA graph of consecutive calls with programmatic dependent launch, "
-        "cold L2, median; bf16, hc 4, hidden 6144; RoPE with 64/8 heads of 128, decode at length 1041), and the share of the byte floor "
-        "at the measured memory rate of the same run:",
+        "cold L2, median; bf16, hc 4, hidden 6144; RoPE with 64/8 heads of 128, decode at length 1041), and TB/s at the largest size, "
+        "each input and output counted once:",
         "",
     ]
     sizes = [1, 16, 64, 256, 1024, 4096, 16384]
-    lines += ["| op | " + " | ".join(map(str, sizes)) + " | share at 16384 |", "|---|" + "---|" * (len(sizes) + 1)]
+    lines += ["| op | " + " | ".join(map(str, sizes)) + " | TB/s |", "|---|" + "---|" * (len(sizes) + 1)]
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     for r in bench["records"]:
         if "peer" in r or r["dtype"] != "bfloat16" or (r.get("hc"), r.get("hidden")) not in ((4, 6144), (None, None)):
@@ -54,8 +55,10 @@ def status(tests: dict[str, Any], bench: dict[str, Any]) -> str:
         rows.setdefault(name, {})[r["tokens"]] = r
     for name, row in rows.items():
         cells = [f"{row[n]['us']:.1f}" if n in row else "" for n in sizes]
-        share = f"{row[16384]['share']:.2f}" if 16384 in row else ""
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {share} |")
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {row[max(row)]['gbps'] / 1e3:.2f} |")
+    missing = [f"`{op}`" for op in REGISTRY if op not in measured]
+    if missing:
+        lines += ["", f"Not in this record yet: {', '.join(missing)}."]
     host = {(h["op"], h["call"]): h["us"] for h in bench["host"]}
     words = [f"`{op}` {host[op, 'plain']:.0f} / {host[op, 'out']:.0f} / {host[op, 'bound']:.0f}" for op in ("ihc_pre", "ihc_post", "rope_norm_store_kv")]
     lines += ["", f"Host time a call with torch tensors, in microseconds (allocating / `out=` / `hccupy.bind`): {', '.join(words)}."]
