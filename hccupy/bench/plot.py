@@ -10,7 +10,8 @@ def series(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Our records by curve: op, with the norm, mode and heads that tell curves apart; each sorted by tokens."""
     found: dict[str, list[dict[str, Any]]] = {}
     for r in report["records"]:
-        if "peer" in r or "at-1025" in r["case"] or r.get("q_heads") not in (None, 64):
+        main = (r.get("hc"), r.get("hidden"), r["dtype"]) in ((4, 6144, "bfloat16"), (None, None, "bfloat16"))
+        if "peer" in r or not main or r.get("length") == 1025 or r.get("q_heads") not in (None, 64) or r.get("layout", "dense") != "dense":
             continue
         name = r["op"] + (" + norm" if r.get("norm") else "") + (f" {r['mode']}" if "mode" in r else "")
         found.setdefault(name, []).append(r)

@@ -34,7 +34,7 @@ def eligible(b: Bound, arch: Arch) -> tuple[bool, str]:
 
 def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
     """(launch, source file). Figures: H200, hidden 6144, hc 4, bf16, microseconds."""
-    op, tokens, hc, hidden, norm = OPS[b.op], b.axes["tokens"], b.axes["hc"], b.axes["hidden"], b.has("rms_weight")
+    op, tokens, hidden = OPS[b.op], b.axes["tokens"], b.axes["hidden"]
     arrays = ("x", "residual", "y", "z") if op == 2 else ("x", "y")
     vec = vector(b, arrays)
     if b.aligned["w"] < 16:
