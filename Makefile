@@ -11,8 +11,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 test: $(VENV)/.test lint
 	$(PY) -m pytest -n 2 --dist worksteal
-	$(PY) -m jupytext --to ipynb --output $(VENV)/01_quickstart.ipynb notebooks/01_quickstart.py
-	$(PY) -m pytest --nbmake --nbmake-timeout=300 -p no:cacheprovider $(VENV)/01_quickstart.ipynb
+	for n in notebooks/*.py; do $(PY) -m jupytext -q --to ipynb --output $(VENV)/$$(basename $$n .py).ipynb $$n || exit 1; done
+	$(PY) -m pytest --nbmake --nbmake-timeout=300 -p no:cacheprovider $(VENV)/*.ipynb
 
 lint: $(VENV)/.test
 	$(PY) -m ruff check .
