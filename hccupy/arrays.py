@@ -9,12 +9,14 @@ A framework is a module of frameworks/ with these functions:
     empty(shape, dtype, device, like)   a new array (dtype: a Dtype; device: ("cpu", 0) or ("cuda", index))
     stream(device_index, like)          handle of the framework's current stream
     to_numpy(array)          zero-copy NumPy view of a CPU array
-    from_numpy(ndarray)      the array to hand back when `empty` gave a NumPy one (JAX), else unused
+    from_numpy(ndarray)      only where MUTABLE is False: the array to hand back for the NumPy one that `empty` gave
 """
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -32,6 +34,11 @@ class Meta:
     dtype: str
     device: tuple[str, int]
     readonly: bool = False
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous array."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 # Order matters: torch and JAX arrays carry __dlpack__ as well. The second word is the module that must have been

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from . import check, cuda, overlap
+from . import check, cuda, overlap, switches
 from .arrays import Meta
 from .dtypes import BY_NAME, Dtype
 from .errors import ArgumentError, CaptureError, explain
@@ -59,13 +58,7 @@ class Binding:
         if self.bound.device[0] == "cpu":
             return self._on_cpu(given, outs)
         index = self.bound.device[1]
-        runtime = cuda.cupy().cuda.runtime
-        try:
-            current = runtime.getDevice()
-        except Exception:
-            cuda.check_fork()  # a forked child learns here what is wrong
-            raise
-        if current != index:
+        if cuda.current_device() != index:
             with cuda.cupy().cuda.Device(index):
                 return self._on_cuda(given, outs, pointers, stream)
         return self._on_cuda(given, outs, pointers, stream)
@@ -93,7 +86,7 @@ class Binding:
             pointers[self.first_out + i] = framework.pointer(made)
         if not self.empty and self.launcher is not None:
             handle = framework.stream(index, given[0]) if stream is None else stream_handle(stream)
-            if self.spec.debug is not None and os.environ.get("HCCUPY_DEBUG") == "1":
+            if self.spec.debug is not None and switches.on("HCCUPY_DEBUG"):
                 self._debug_cuda(pointers, handle)
             self.launcher(pointers, handle)
         return self.returned(results)
@@ -112,7 +105,7 @@ class Binding:
         if not self.empty:
             flat = {a.name: self._flatten(a, v) for a, v in zip(self.arrays, views, strict=True)}
             b = SimpleNamespace(axes=self.bound.axes, **self.bound.scalars, **flat)
-            if self.spec.debug is not None and os.environ.get("HCCUPY_DEBUG") == "1":
+            if self.spec.debug is not None and switches.on("HCCUPY_DEBUG"):
                 self.spec.debug(b)
             self.spec.reference(b)
         if framework.MUTABLE:

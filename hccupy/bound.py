@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from . import api, cuda
+from . import api, cuda, switches
 from .arrays import framework
 from .binding import Binding, stream_handle
 from .errors import ArgumentError, FrameworkError, LayoutError, ShapeError, explain
@@ -37,11 +36,11 @@ class BoundCall:
         # The direct way: on CUDA, nothing to allocate.
         self.direct = binding.launcher is not None and not binding.fresh and not binding.empty
         self.result = binding.returned(outs)
-        self.current_device: Callable[[], int] = cuda.cupy().cuda.runtime.getDevice if self.direct else int
 
     def __call__(self, *arrays: Any, stream: Any = None) -> Any:
         """Run once. Raises ShapeError or LayoutError where an array is not like the example's."""
         pointers = self.pointers
+        stream = self.override if stream is None else stream
         if len(arrays) > len(self.arrays):
             raise ArgumentError(explain(self.op, "arguments", f"at most {len(self.arrays)} arrays", f"{len(arrays)}", "Scalars are fixed by bind()."))
         if arrays:
@@ -50,45 +49,26 @@ class BoundCall:
                 arrays = tuple(dlpack_.adopt(a) for a in arrays)
             for array, (i, k, facts, align) in zip(arrays, self.arrays, strict=False):
                 if framework(array) is not self.framework:
-                    name = self.binding.spec.params[i].name
-                    raise FrameworkError(explain(self.op, name, f"a {self.framework.NAME} array like the example's", type(array).__name__, "Convert it first."))
+                    raise FrameworkError(self._unlike(i, f"a {self.framework.NAME} array like the example's", type(array).__name__, "Convert it first."))
                 address = self.pointer(array)
                 if self.key(array) != facts:
-                    raise ShapeError(
-                        explain(
-                            self.op,
-                            self.binding.spec.params[i].name,
-                            f"an array like the example's, {facts}",
-                            f"{self.key(array)}",
-                            "Bind again for other shapes.",
-                        )
-                    )
+                    raise ShapeError(self._unlike(i, f"an array like the example's, {facts}", f"{self.key(array)}", "Bind again for other shapes."))
                 if address & 15 != align:
-                    raise LayoutError(
-                        explain(
-                            self.op,
-                            self.binding.spec.params[i].name,
-                            f"an address of the example's alignment ({align} mod 16)",
-                            f"{address & 15}",
-                            "Bind again.",
-                        )
-                    )
+                    expected = f"an address of the example's alignment ({align} mod 16)"
+                    raise LayoutError(self._unlike(i, expected, f"{address & 15}", "Bind again."))
                 pointers[k] = address
-        debug = self.binding.spec.debug is not None and os.environ.get("HCCUPY_DEBUG") == "1"
-        try:
-            device = self.current_device()
-        except Exception:
-            cuda.check_fork()  # a forked child learns here what is wrong
-            raise
-        if not self.direct or debug or device != self.device:
+        debug = self.binding.spec.debug is not None and switches.on("HCCUPY_DEBUG")
+        if not self.direct or debug or cuda.current_device() != self.device:
             given = self.given.copy()
             for array, (i, *_) in zip(arrays, self.arrays, strict=False):
                 given[i] = array
-            return self.binding(given, self.outs, pointers, self.override if stream is None else stream)
+            return self.binding(given, self.outs, pointers, stream)
         self.binding.check_overlap(pointers)
-        stream = self.override if stream is None else stream
         self.binding.launcher(pointers, self.stream(self.device, None) if stream is None else stream_handle(stream))  # type: ignore[misc]
         return self.result
+
+    def _unlike(self, place: int, expected: str, got: str, mend: str) -> str:
+        return explain(self.op, self.binding.spec.params[place].name, expected, got, mend)
 
 
 def bind(op: str, *args: Any, **kwargs: Any) -> BoundCall:

@@ -15,7 +15,7 @@ from types import CodeType
 from typing import Any
 
 from . import overlap
-from .arrays import Meta
+from .arrays import Meta, row_major
 from .dtypes import BY_NAME
 from .errors import ArgumentError, DeviceError, DtypeError, FrameworkError, LayoutError, ShapeError, explain
 from .spec import Arg, Bound, OpSpec, Out, Scalar
@@ -308,7 +308,7 @@ def _outputs(spec: OpSpec, bound: Bound, metas: Mapping[str, Meta], lead: tuple[
             if wanted and o.allocate:
                 shape = out_shape(spec, o, bound, lead)
                 dtypes[o.name] = out_dtype(o, bound)
-                fresh = Meta(shape, _row_major(shape), dtypes[o.name], bound.device)
+                fresh = Meta(shape, row_major(shape), dtypes[o.name], bound.device)
                 strides[o.name], aligned[o.name] = layout(spec, o, fresh, lead, 0)
             continue
         if not wanted:
@@ -330,10 +330,6 @@ def _writable(spec: OpSpec, name: str, meta: Meta) -> None:
     if overlap.covers_itself(meta.shape, meta.strides):
         got = f"shape {list(meta.shape)} with strides {list(meta.strides)}"
         raise LayoutError(explain(spec.name, name, "an array whose elements do not overlap", got, "Make it contiguous."))
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def check_overlap(spec: OpSpec, written: str, other: str, a: tuple[int, Meta], b: tuple[int, Meta]) -> None:

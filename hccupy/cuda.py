@@ -159,6 +159,15 @@ def is_capturing(stream: int) -> bool:
     return status.value != 0
 
 
+def current_device() -> int:
+    """Index of the current device. Raises NoGpuError in a child forked after CUDA was used."""
+    try:
+        return int(cupy().cuda.runtime.getDevice())
+    except Exception:
+        check_fork()  # a forked child learns here what is wrong
+        raise
+
+
 def ensure_context() -> None:
     """Give this thread the primary context of its current device (a new thread starts with none)."""
     check_fork()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from . import arch as arches
 from . import check, cuda, plan
 from .arch import Arch
-from .arrays import Meta
+from .arrays import Meta, row_major
 from .errors import ArgumentError, DtypeError, HccupyError, ShapeError, explain
 from .ops import get
 from .spec import Arg, Bound, OpSpec
@@ -51,8 +50,7 @@ def imagine(spec: OpSpec, sizes: dict[str, Any], dtype: str = "bfloat16") -> Bou
         if p.optional and not sizes.get(p.name):
             continue
         shape = tuple(check.size_of(e, axes) for e in p.axes)
-        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        metas[p.name] = Meta(shape, strides, _dtype(p, metas, dtype), ("cuda", 0))
+        metas[p.name] = Meta(shape, row_major(shape), _dtype(p, metas, dtype), ("cuda", 0))
     return check.bind(spec, metas, scalars, "numpy", dict.fromkeys(metas, 0))
 
 
@@ -95,7 +93,7 @@ def here() -> Arch | None:
 def plan_for(op: str, sizes: dict[str, Any], dtype: str = "bfloat16", arch: str | None = None) -> plan.Plan:
     """The Plan of a call of such sizes.
 
-    Raises the op's argument errors; NoGpuError where no arch is named and none is here.
+    Raises the op's argument errors; ArgumentError where no arch is named and none is here.
     """
     spec = get(op)
     bound = imagine(spec, sizes, dtype)

@@ -7,7 +7,6 @@ the pipeline's own plan, kernel and reference do the rest. Mutated caches are in
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -17,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import arch, check, cuda, launch, plan
-from .arrays import Meta, view
+from . import arch, check, cuda, launch, plan, switches
+from .arrays import Meta, row_major, view
 from .dtypes import BY_NAME
 from .errors import ArgumentError, FrameworkError, explain
 from .frameworks import dlpack_
@@ -56,7 +55,7 @@ def run(spec: OpSpec, given: Sequence[Any]) -> Any:
                 arrays.append(value)
         else:
             scalars.append(check.scalar(spec, p, value))
-    if spec.debug is not None and concrete(given) and os.environ.get("HCCUPY_DEBUG") == "1":
+    if spec.debug is not None and concrete(given) and switches.on("HCCUPY_DEBUG"):
         _debug(spec, given)
     results = _jitted(spec.name, tuple(present), tuple(scalars))(*arrays)
     return results[0] if len(results) == 1 else tuple(results)
@@ -98,7 +97,7 @@ def _traced(spec: OpSpec, present: tuple[bool, ...], scalars: tuple[Any, ...], *
     from jax.experimental.buffer_callback import buffer_callback
 
     names = [p.name for p, there in zip(spec.args, present, strict=True) if there]
-    metas = {n: Meta(tuple(a.shape), _row_major(a.shape), np.dtype(a.dtype).name, ("cuda", 0)) for n, a in zip(names, arrays, strict=True)}
+    metas = {n: Meta(tuple(a.shape), row_major(a.shape), np.dtype(a.dtype).name, ("cuda", 0)) for n, a in zip(names, arrays, strict=True)}
     values = dict(zip((s.name for s in spec.scalars), scalars, strict=True))
     bound = check.bind(spec, metas, values, "jax", dict.fromkeys(metas, 0))
     lead = check.lead_of(spec, metas)
@@ -117,10 +116,6 @@ def _traced(spec: OpSpec, present: tuple[bool, ...], scalars: tuple[Any, ...], *
     results = list(call(*arrays))
     heads = [results.pop(0) if o.name in order[1] else None for o in spec.outputs if o.allocate]
     return tuple(heads + results)
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape)))
 
 
 class _Launchers:
@@ -158,8 +153,7 @@ def _callback(spec: OpSpec, bound: Bound, order: Any, launchers: _Launchers, ctx
         spec.reference(SimpleNamespace(axes=bound.axes, **bound.scalars, **views))
         return
     pointers = [_pointer(buffers[n]) if n in buffers else 0 for n in slots]
-    device = cuda.cupy().cuda.runtime.getDevice()
-    launchers.on(device)(pointers, ctx.stream)
+    launchers.on(cuda.current_device())(pointers, ctx.stream)
 
 
 def _pointer(buffer: Any) -> int:

@@ -124,6 +124,11 @@ class Launch:
     why: str = ""
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up: what every launch function counts blocks with."""
+    return -(-a // b)
+
+
 @dataclass(frozen=True)
 class Variant:
     """One kernel that can run an op. The first whose `when` says yes is taken."""

@@ -25,6 +25,13 @@ def sentinel(shape: Any, dtype: Any) -> np.ndarray:
     return np.full(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize, SENTINEL, np.uint8).view(dtype).reshape(shape)
 
 
+def dirty(given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Sentinel bytes in both caches, through their strides; returns copies."""
+    for name in ("key_cache", "value_cache"):
+        given[name][...] = sentinel(given[name].shape, given[name].dtype)
+    return given["key_cache"].copy(), given["value_cache"].copy()
+
+
 def raw(a: np.ndarray) -> np.ndarray:
     """The bits of an array as unsigned integers."""
     return np.ascontiguousarray(a).view({1: np.uint8, 2: np.uint16, 4: np.uint32}[a.dtype.itemsize])
@@ -194,6 +201,6 @@ def codes_of(x: Any, inverse: Any, bound: float = 448.0) -> Any:
 
 
 __all__ = [
-    "E4M3", "SENTINEL", "bf16", "build", "call", "close", "codes_of", "expected", "fp8", "head", "quantised", "raw", "rope_table", "same",
+    "E4M3", "SENTINEL", "bf16", "build", "call", "close", "codes_of", "dirty", "expected", "fp8", "head", "quantised", "raw", "rope_table", "same",
     "sentinel", "verify", "views",
 ]  # fmt: skip

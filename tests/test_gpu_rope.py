@@ -11,7 +11,7 @@ from hccupy.ops import REGISTRY
 
 from . import oracle, report, rope_field_cases
 from .adapters import CPU, GPU, params
-from .rope_cases import bf16, build, call, expected, fp8, quantised, raw, sentinel, verify
+from .rope_cases import bf16, build, call, dirty, expected, fp8, quantised, raw, verify
 
 pytestmark = pytest.mark.gpu
 NUMPY, TORCH = CPU[0], GPU[0]
@@ -23,13 +23,6 @@ def runs(op):
     small = [c for c in REGISTRY[op].cases if not c.name.startswith("bench")]
     few = ("8-2", "5-1", "4-2-d192")
     return [pytest.param(on, c, id=f"{c.name}-{on.name}") for c in small for on in GPU if on is TORCH or c.name.startswith(few)]
-
-
-def dirty(given):
-    """Sentinel bytes in both caches, through their strides; returns copies."""
-    for name in ("key_cache", "value_cache"):
-        given[name][...] = sentinel(given[name].shape, given[name].dtype)
-    return given["key_cache"].copy(), given["value_cache"].copy()
 
 
 def copies(given):

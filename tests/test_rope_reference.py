@@ -10,18 +10,11 @@ from hccupy.ops.rope_inputs import LAYOUTS
 
 from . import adapters, rope_field_cases
 from .adapters import Adapter
-from .rope_cases import E4M3, bf16, build, call, codes_of, expected, fp8, quantised, raw, same, sentinel, verify
+from .rope_cases import E4M3, bf16, build, call, codes_of, dirty, expected, fp8, quantised, raw, same, sentinel, verify
 
 NUMPY = Adapter("numpy")
 SMALL = [c for c in REGISTRY["rope_norm_store_kv"].cases if not c.name.startswith("bench")]
 globals().update(rope_field_cases.tests(adapters.CPU))
-
-
-def dirty(given):
-    """Sentinel bytes in both caches, through their strides; returns copies."""
-    for name in ("key_cache", "value_cache"):
-        given[name][...] = sentinel(given[name].shape, given[name].dtype)
-    return given["key_cache"].copy(), given["value_cache"].copy()
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ..spec import Arg, Case, OpSpec
@@ -83,15 +82,3 @@ def make(spec: OpSpec, case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[
         if isinstance(p, Arg) and p.lead and p.name in device:
             device[p.name] = device[p.name].index_select(0, index)
     return host, device, index
-
-
-def to_numpy(t: Any) -> Any:
-    """A NumPy copy of a tensor, bf16 and fp8 by bytes."""
-    import torch
-
-    t = t.detach().contiguous().cpu()
-    if t.dtype == torch.bfloat16:
-        return t.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    if t.dtype == torch.float8_e4m3fn:
-        return t.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
-    return t.numpy()

@@ -36,6 +36,8 @@ def verify(spec: OpSpec, host: dict[str, Any], device: dict[str, Any], index: An
 
     Raises WrongResultError. (The full checks at trust's tolerances are the test suite's.)
     """
+    from ..frameworks import torch_
+
     host, device, got = first_request(host, device, got)
     cpu = {k: v.copy() if isinstance(v, np.ndarray) and v.flags.owndata else v for k, v in host.items()}
     want = getattr(hccupy, spec.name)(**cpu)
@@ -45,7 +47,7 @@ def verify(spec: OpSpec, host: dict[str, Any], device: dict[str, Any], index: An
     for name, g, w in pairs:
         if g is None or w is None:
             continue
-        a = inputs.to_numpy(g)
+        a = torch_.to_numpy(g.contiguous().cpu())
         rows = w if index is None else w[index.cpu().numpy()[: len(a)]]
         a, b = a.astype(np.float64), np.asarray(rows).astype(np.float64)
         scale = np.abs(b[np.isfinite(b)]).max(initial=0.0) or 1.0
@@ -126,7 +128,7 @@ def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bo
 
 
 def host_times() -> list[dict[str, Any]]:
-    """Host time per call with torch tensors, small sizes: plain (allocating) and with out=."""
+    """Host time per call with torch tensors, small sizes: plain (allocating), bound, and with out=."""
     rows = []
     for op in ("ihc_pre", "ihc_head", "ihc_post", "ihc_post_pre", "rope_norm_store_kv", "rope_norm_store_kv_fp8"):
         spec = REGISTRY[op]

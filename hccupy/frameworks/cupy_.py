@@ -54,8 +54,3 @@ def stream(device: int, like: Any) -> int:
 def to_numpy(array: Any) -> Any:
     """CuPy arrays are never on the CPU."""
     raise AssertionError("unreachable: CuPy arrays are on CUDA")
-
-
-def from_numpy(array: Any) -> Any:
-    """Unused: `empty` gives CuPy arrays."""
-    return array

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Meta
+from ..arrays import Meta, row_major
 from ..dtypes import BY_DLPACK, BY_NAME, Dtype
 from ..errors import DeviceError, FrameworkError, NoGpuError
 
@@ -72,10 +72,7 @@ class Capsule:
         dtype = BY_DLPACK.get((tensor.code, tensor.bits))
         name = dtype.name if dtype and tensor.lanes == 1 else f"DLPack type ({tensor.code}, {tensor.bits}, {tensor.lanes})"
         shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-        if tensor.strides:
-            strides = tuple(tensor.strides[i] for i in range(tensor.ndim))
-        else:
-            strides = tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(tensor.ndim))
+        strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else row_major(shape)
         device = ("cpu", 0) if tensor.device_type in CPU_KINDS else ("cuda", tensor.device_id)
         self.facts = Meta(shape, strides, name, device, bool(flags & READ_ONLY))
         self.ptr = (tensor.data or 0) + tensor.byte_offset
@@ -169,8 +166,3 @@ def to_numpy(array: Any) -> Any:
     view = np.ndarray(facts.shape, dtype.np, memory, -low, strides)
     view.flags.writeable = not facts.readonly
     return view
-
-
-def from_numpy(array: Any) -> Any:
-    """The array itself."""
-    return array

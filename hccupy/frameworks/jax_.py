@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Meta
+from ..arrays import Meta, row_major
 from ..dtypes import Dtype
 from ..errors import DeviceError, FrameworkError
 
@@ -44,12 +44,7 @@ def pointer(array: Any) -> int:
 
 def meta(array: Any) -> Meta:
     """Facts of `array`; JAX arrays are row-major."""
-    strides = []
-    step = 1
-    for size in reversed(array.shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return Meta(tuple(array.shape), tuple(reversed(strides)), np.dtype(array.dtype).name, _device(array))
+    return Meta(tuple(array.shape), row_major(array.shape), np.dtype(array.dtype).name, _device(array))
 
 
 def empty(shape: tuple[int, ...], dtype: Dtype, device: tuple[str, int], like: Any) -> Any:

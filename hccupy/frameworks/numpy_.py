@@ -53,8 +53,3 @@ def stream(device: int, like: Any) -> int:
 def to_numpy(array: Any) -> Any:
     """The array itself, without a subclass's own rules (numpy.matrix)."""
     return array if type(array) is np.ndarray else array.view(np.ndarray)
-
-
-def from_numpy(array: Any) -> Any:
-    """The array itself."""
-    return array

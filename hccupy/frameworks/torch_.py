@@ -77,8 +77,3 @@ def to_numpy(array: Any) -> Any:
     if dtype.dlpack[0] in (4, 10, 12):
         return t.view(torch.int16 if dtype.itemsize == 2 else torch.uint8).numpy().view(dtype.np)
     return t.numpy()
-
-
-def from_numpy(array: Any) -> Any:
-    """Unused: `empty` gives tensors."""
-    return array

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from ..arch import Arch
 from ..dtypes import BY_NAME
-from ..spec import Bound, Launch, Variant
+from ..spec import Bound, Launch, Variant, ceil_div
 
 CHUNK = 8  # elements that a thread sums as one; the unit of the fixed order of all sums
 # The register limit of a thread falls to 168 at 320 threads a block and to 128 at 416; both spilled.
 MOST_THREADS = 256
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def vector(b: Bound, names: tuple[str, ...], most: int = CHUNK) -> int:
@@ -26,9 +22,9 @@ def vector(b: Bound, names: tuple[str, ...], most: int = CHUNK) -> int:
 
 def threads_for(hidden: int) -> int:
     """Threads of a block, from hidden alone: it fixes the order of the sums, so nothing else may enter."""
-    chunks = _ceil(hidden, CHUNK)
-    passes = _ceil(chunks, MOST_THREADS)
-    return 32 * _ceil(_ceil(chunks, passes), 32)
+    chunks = ceil_div(hidden, CHUNK)
+    passes = ceil_div(chunks, MOST_THREADS)
+    return 32 * ceil_div(ceil_div(chunks, passes), 32)
 
 
 def tile(b: Bound, arch: Arch, gates: int) -> tuple[int, bool, int]:
@@ -39,8 +35,8 @@ def tile(b: Bound, arch: Arch, gates: int) -> tuple[int, bool, int]:
     """
     hc, hidden = b.axes["hc"], b.axes["hidden"]
     threads = threads_for(hidden)
-    row = hc * _ceil(_ceil(hidden, CHUNK), threads) * threads * CHUNK * BY_NAME[b.dtypes["x"]].itemsize
-    sizes = [t for t in (4, 2, 1) if t * hc <= 16 and (t == 1 or _ceil(b.axes["tokens"], t) >= arch.sms)]
+    row = hc * ceil_div(ceil_div(hidden, CHUNK), threads) * threads * CHUNK * BY_NAME[b.dtypes["x"]].itemsize
+    sizes = [t for t in (4, 2, 1) if t * hc <= 16 and (t == 1 or ceil_div(b.axes["tokens"], t) >= arch.sms)]
     for t in sizes:
         static = 4 * t * (2 * threads // 32 * (gates + 1) + hc + threads // 32)  # partial sums of the block
         if t * row + static <= arch.smem:
@@ -60,7 +56,7 @@ def _gated(b: Bound, arch: Arch, arrays: tuple[str, ...], head: int | None) -> L
     }
     if head is not None:
         defines["kHead"] = head
-    grid = _ceil(b.axes["tokens"], tokens)
+    grid = ceil_div(b.axes["tokens"], tokens)
     where = "rows staged in shared memory" if staged else "rows do not fit shared memory and are read again from L2"
     # Small grids have nothing else to hide their start behind; large ones keep every multiprocessor's shared memory.
     pdl = arch.clusters and grid <= 2 * arch.sms
@@ -96,7 +92,7 @@ def launch_post(b: Bound, arch: Arch) -> Launch:
     early = tokens <= 64
     defines = {"kVec": vec, "kThreads": threads, "kPacks": 1, "kStream": int(streaming), "kPrefetch": int(early)}
     why = f"{vec} elements an access, {threads} threads a block{', streaming stores' if streaming else ''}"
-    return Launch((_ceil(packs, threads), 1, 1), (threads, 1, 1), pdl=arch.clusters, defines=defines, why=why)
+    return Launch((ceil_div(packs, threads), 1, 1), (threads, 1, 1), pdl=arch.clusters, defines=defines, why=why)
 
 
 PRE = Variant("portable", "ihc_pre.cu", "ihc_pre", launch_pre)

@@ -7,7 +7,7 @@ tokens (everything else). Which of them runs depends on tokens; whether they run
 from __future__ import annotations
 
 from ..arch import Arch
-from ..spec import Bound, Launch, Variant
+from ..spec import Bound, Launch, Variant, ceil_div
 from .ihc_launch import vector
 
 # Widths whose weights fit the registers of a cluster of 8 without a spill, and that the GPU suite runs.
@@ -15,10 +15,6 @@ HIDDEN = (4096, 5120, 6144, 7168)
 CHANNELS = (2, 4)
 TILE = 8  # tokens: the n of mma.m16n8k16
 OPS = {"ihc_pre": 0, "ihc_head": 1, "ihc_post_pre": 2}
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def eligible(b: Bound, arch: Arch) -> tuple[bool, str]:
@@ -43,17 +39,17 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
     if tokens <= 32 and arch.clusters_of_16:
         # pre at 8 tokens: 4 a cluster 2.63, 8 a cluster 3.11; at 16: 6 2.96, 8 3.17, 4 3.41 (with norm 3.47, 3.66, 3.86); at 32: 8 3.93.
         each = 4 if tokens <= 8 else 6 if tokens <= 18 else 8
-        clusters = _ceil(tokens, each)
+        clusters = ceil_div(tokens, each)
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
         block = (hidden // 512 + 1) * 32
         return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines={**defines, "kRanks": 16}, why=why), "cluster"
     if op != 2 and hidden <= 6144 and tokens <= 8 * TILE:
         # 64 tokens: 4.94 against 5.80 streamed (with norm 5.73 against 7.09); 128 streamed is 7.25. Wider rows and post_pre would spill.
-        clusters = _ceil(tokens, TILE)
+        clusters = ceil_div(tokens, TILE)
         why = f"{clusters} clusters of 8 blocks, one tile each, weights and rows in registers"
         return Launch((8 * clusters, 1, 1), (hidden // 8, 1, 1), cluster=8, pdl=True, defines={**defines, "kRanks": 8}, why=why), "cluster"
     # post_pre at 64 tokens: 8 clusters of a whole tile 6.44, 15 clusters 7.84.
-    clusters = min(arch.clusters_of_8, _ceil(tokens, TILE))
+    clusters = min(arch.clusters_of_8, ceil_div(tokens, TILE))
     smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
     why = f"{clusters} persistent clusters of 8 blocks stream tiles of 8 tokens through shared memory, weights in registers"
     return Launch((8 * clusters, 1, 1), (512, 1, 1), smem, cluster=8, pdl=True, defines=defines, why=why), "stream"

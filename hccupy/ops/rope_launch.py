@@ -7,15 +7,11 @@ from typing import NamedTuple
 
 from ..arch import Arch
 from ..dtypes import BY_NAME
-from ..spec import Bound, Launch, Variant
+from ..spec import Bound, Launch, Variant, ceil_div
 
 THREADS = 256  # largest block, the kernels' __launch_bounds__
 FLAGS_PER_WARP = 128  # ints of split_k_flag that one warp clears
 SEARCH_DUPLICATES = 1024  # rows; store_kv compares each slot with the later ones up to here (8 KB of slots per row)
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _heads_per_warp(b: Bound) -> int:
@@ -24,7 +20,7 @@ def _heads_per_warp(b: Bound) -> int:
     half = rotary // 2
     chunk = math.gcd(rotary if interleaved else half, dim, 8)
     single = (dim if interleaved else dim - rotary) // chunk
-    slots = (0 if interleaved else half // chunk) + _ceil(single, 2)
+    slots = (0 if interleaved else half // chunk) + ceil_div(single, 2)
     return max(32 // (1 << (slots - 1).bit_length()), 1)
 
 
@@ -33,20 +29,20 @@ def _units(b: Bound) -> tuple[int, int]:
     a = b.axes
     heads = _heads_per_warp(b)
     only_q = a["q_heads"] // heads
-    return only_q, _ceil(a["q_heads"] + a["kv_heads"], heads) - only_q + _ceil(a["kv_heads"] * a["v_head_dim"], 512)
+    return only_q, ceil_div(a["q_heads"] + a["kv_heads"], heads) - only_q + ceil_div(a["kv_heads"] * a["v_head_dim"], 512)
 
 
 def _stage_bytes(b: Bound) -> int:
     """RowStage of kernels/common/rope_stream.cuh: a row of qkv and its angles in shared memory."""
     a = b.axes
     row = (a["q_heads"] + a["kv_heads"]) * a["head_dim"] + a["kv_heads"] * a["v_head_dim"]
-    return _ceil(2 * row + 4 * a["rotary_dim"], 128) * 128
+    return ceil_div(2 * row + 4 * a["rotary_dim"], 128) * 128
 
 
 def _blocks(units: int, arch: Arch) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Grid and block for `units` warps: as many multiprocessors as there are warps, then up to 8 warps a block."""
     warps = max(1, min(THREADS // 32, units // arch.sms))
-    return (max(_ceil(units, warps), 1), 1, 1), (32 * warps, 1, 1)
+    return (max(ceil_div(units, warps), 1), 1, 1), (32 * warps, 1, 1)
 
 
 class Shape(NamedTuple):
@@ -97,18 +93,18 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
     only_q, others = _units(b)
     more = 0
     if fp8:
-        more += _ceil(requests * a["kv_heads"], FLAGS_PER_WARP)
+        more += ceil_div(requests * a["kv_heads"], FLAGS_PER_WARP)
         if b.scalars["q_quant"] == "dynamic" and b.scalars["is_prefill"]:
             more += requests * padded(b.scalars["max_q_len"]) // 32
     smem = 0
     if s.ring:
-        parts = _ceil(only_q, s.steps) + _ceil(others, s.steps)
+        parts = ceil_div(only_q, s.steps) + ceil_div(others, s.steps)
         smem = s.ring * _stage_bytes(b)
         threads = 32 * (parts + 1)
         most = max(min(32 * s.warps // threads, arch.smem // (smem + 1024)), 1)
-        grid, block = (max(min(max(tokens, _ceil(more, parts)), most * arch.sms), 1), 1, 1), (threads, 1, 1)
+        grid, block = (max(min(max(tokens, ceil_div(more, parts)), most * arch.sms), 1), 1, 1), (threads, 1, 1)
     else:
-        parts = _ceil(only_q + others, s.steps)
+        parts = ceil_div(only_q + others, s.steps)
         threads = THREADS
         most = max(32 * s.warps // threads, 1)
         grid, block = _blocks(tokens * parts + more, arch)
@@ -139,7 +135,7 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
 
 def padded(max_q_len: int | None) -> int:
     """The inner length of a prefill q_scale."""
-    return _ceil(max_q_len or 0, 128) * 128
+    return ceil_div(max_q_len or 0, 128) * 128
 
 
 def _access(vector_bytes: int, aligned: int) -> int:
@@ -152,7 +148,7 @@ def launch_store_kv(b: Bound, arch: Arch) -> Launch:
     a = b.axes
     bytes_per_head = a["head_dim"] * BY_NAME[b.dtypes["cache"]].itemsize
     access = _access(bytes_per_head, min(b.aligned["cache"], b.aligned["src"]))
-    parts = _ceil(a["kv_heads"] * bytes_per_head // access, 128)  # 4 accesses a lane, all in flight
+    parts = ceil_div(a["kv_heads"] * bytes_per_head // access, 128)  # 4 accesses a lane, all in flight
     grid, block = _blocks(a["tokens"] * parts, arch)
     defines = {"kThreads": THREADS, "kAccess": access, "kParts": parts, "kSearch": SEARCH_DUPLICATES, "kStore": 1}
     return Launch(grid, block, pdl=arch.clusters and a["tokens"] <= 256, defines=defines, why=f"{parts} warps a row, {access} bytes an access")
