@@ -352,3 +352,14 @@ def test_refused_launch_is_an_error_with_the_drivers_words(rng, monkeypatch):
     with pytest.raises(LaunchError, match=r"ihc_post: .*OUT_OF_RESOURCES \(701\).*grid") as error:
         start([1, 2, 3, 4], 0)
     assert str(made.launch.block) in str(error.value)
+
+
+def test_a_gpu_without_room_for_clusters_gets_the_portable_kernel(rng):
+    """A slice of an H200 may hold no cluster of 8: a grid of no blocks would be planned otherwise."""
+    spec = REGISTRY["ihc_pre"]
+    case = replace(spec.cases[0], axes={"tokens": 3, "hc": 4, "hidden": 4096}, dtype="bfloat16")
+    bound = bound_of(spec, spec.make_inputs(case, rng))
+    whole = arch.named("sm_90a")
+    assert plan.make(spec, bound, whole).variant.startswith("sm90_")
+    made = plan.make(spec, bound, replace(whole, clusters_of_8=0, clusters_of_16=0))
+    assert made.variant == "portable" and made.launch.grid[0] >= 1

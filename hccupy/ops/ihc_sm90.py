@@ -21,6 +21,8 @@ def eligible(b: Bound, arch: Arch) -> tuple[bool, str]:
     """Baked facts alone decide: never tokens, strides or alignment, which must not change bits."""
     if arch.name != "sm_90a":
         return False, "written for sm_90a"
+    if not arch.clusters_of_8:  # a slice of a GPU may be too small
+        return False, "no cluster of 8 blocks with a multiprocessor each fits this GPU"
     if b.dtypes["x"] not in ("bfloat16", "float16"):
         return False, "x is exact in the tensor cores' 16-bit formats only"
     if b.axes["hc"] not in CHANNELS or b.axes["hidden"] not in HIDDEN:
