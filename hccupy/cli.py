@@ -162,6 +162,8 @@ def demo(options: argparse.Namespace) -> int:
         kv=options.kv,
         block_size=options.block_size,
         seed_gates=options.seed_gates,
+        compile=options.compile,
+        report_to=options.json,
     )
 
 
@@ -197,6 +199,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kv", choices=("bf16", "fp16", "fp32", "fp8"), default="bf16", help="KV-cache format (default: bf16)")
     p.add_argument("--block-size", type=int, default=16, help="slots of a KV block (default: %(default)s)")
     p.add_argument("--seed-gates", type=int, metavar="S", help="random small gates from this seed, so that the channels really mix")
+    p.add_argument("--compile", action="store_true", help="with torch: also time decoding as torch modules, compiled and captured, with hccupy.nn and without")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     p.set_defaults(run=demo)
 
     p = commands.add_parser("explain", help="print the plan of an op: which kernel, built how, started how, and why")

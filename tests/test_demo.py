@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from typing import Any
 
@@ -256,3 +257,35 @@ def test_smollm2_says_paris_and_proves_itself(gguf_reader: Any) -> None:
     assert "tokens/s" in output
     for op in ("ihc_pre", "ihc_post_pre", "ihc_post", "ihc_head", "rope_norm_store_kv"):
         assert op in output
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_torch_modules_generate_the_same_tokens(seed: int | None) -> None:
+    """The network through hccupy.nn and in torch ops, eager and compiled: what HyperNetwork generates."""
+    pytest.importorskip("torch")
+    from hccupy.demo.compiled import compare as decode
+
+    place = backend.make_backend("torch", "cpu")
+    model = weights.random_weights(TINY, 0).map(place.put)
+    rows = list(decode(model, network.make_gates(TINY, place, seed), PROMPT, 9, "bf16", 4, backend="aot_eager"))
+    expected = show.generate(tiny("hyper", seed=seed, framework="torch"), PROMPT, 9, set()).tokens
+    assert [row.how for row in rows] == [f"{n}, {h}" for n in ("hccupy.nn", "torch ops") for h in ("eager", "compiled")]
+    for row in rows:
+        assert row.tokens == expected and row.same and row.tokens_per_s > 0, row
+
+
+@pytest.mark.parametrize(
+    ("options", "word"), [({"framework": "numpy"}, "torch"), ({"framework": "torch", "kv": "fp8"}, "--kv"), ({"framework": "torch", "tokens": 1}, "--tokens")]
+)
+def test_compile_refuses_what_it_does_not_serve(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(ArgumentError, match=word):
+        run_demo(compile=True, console=object(), **options)
+
+
+def test_report(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    proof = show.Proof(2, 2, 0.0, 1.0)
+    monkeypatch.setattr(show, "demonstrate", lambda *a: show.DemoResult("x", [1, 2], proof, 3.0, 4.0, [("ihc_pre", 1, 0.1)], [], True))
+    file = tmp_path / "deep" / "demo.json"
+    assert run_demo(report_to=file, console=object()) == 0
+    found = json.loads(file.read_text())
+    assert found["proof"]["agree"] == 2 and found["framework"] == "numpy" and found["gpu"] == "none" and len(found["kernels_digest"]) == 64

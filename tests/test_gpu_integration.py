@@ -14,7 +14,7 @@ from hccupy import nn, torch_ops  # noqa: E402
 from hccupy.compat import install_hpc, uninstall_hpc  # noqa: E402
 from hccupy.ops import REGISTRY  # noqa: E402
 
-from . import test_hpc, test_nn, test_patch, test_torch_ops  # noqa: E402
+from . import test_demo, test_hpc, test_nn, test_patch, test_torch_ops  # noqa: E402
 from .adapters import Adapter  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -331,3 +331,18 @@ def test_jax_vmap_and_grad_on_cuda(rng):
     assert np.asarray(jax.vmap(hccupy.ihc_post)(*given)).tobytes() == np.asarray(hccupy.ihc_post(*given)).tobytes()
     with pytest.raises(hccupy.ArgumentError, match="ihc_post: gradient: "):
         jax.grad(lambda x: hccupy.ihc_post(x, *given[1:]).sum())(given[0])
+
+
+# ---- the demo's network ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp16"])
+def test_nn_network_compiled_and_captured(kv):
+    """A whole network through hccupy.nn: eager, compiled, and one CUDA graph a token generate the same tokens."""
+    from hccupy.demo import backend, compiled, network, weights
+
+    place = backend.make_backend("torch", "cuda")
+    model = weights.random_weights(test_demo.TINY, 0).map(place.put)
+    rows = list(compiled.compare(model, network.make_gates(test_demo.TINY, place, 3), test_demo.PROMPT, 9, kv, 4))
+    assert len(rows) == 6 and rows[2].how.endswith("one CUDA graph a token")
+    assert all(row.same for row in rows if row.fused), rows

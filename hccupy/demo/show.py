@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError
+from ..provenance import record
 from .backend import Backend, Clock, make_backend
 from .cache import CACHE_DTYPE, PagedCache
 from .missing import need
-from .network import HC, HyperNetwork, Network, PlainNetwork
+from .network import HC, HyperNetwork, Network, PlainNetwork, make_gates
 from .tokenizer import Tokenizer, chat_prompt
 from .weights import Weights, find_gguf, open_gguf, read_config, read_weights
 
@@ -56,6 +59,9 @@ class DemoResult:
     tokens: list[int]
     proof: Proof
     tokens_per_second: float
+    prefill_ms: float
+    ops: list[tuple[str, int, float]]  # (name, calls, seconds) of the iHC network's ops
+    decode: list[Any]  # of compiled.Decode, if asked for
     ok: bool
 
 
@@ -115,18 +121,34 @@ def run_demo(
     kv: str = "bf16",
     block_size: int = 16,
     seed_gates: int | None = None,
+    compile: bool = False,
+    report_to: Path | None = None,
     console: Any = None,
 ) -> int:
     """`hccupy demo`: as `demonstrate`, with an exit status: 0, or 1 where the proof failed.
 
     framework   "numpy", "torch", "cupy" or None (fits the device)
     device      "cpu", "cuda" or None (fits the framework)
+    compile     also time the network as torch modules: eager, compiled, captured; with hccupy.nn and in torch ops
+    report_to   a JSON file that gets what was found
     """
     console = console or need("rich.console", '"hccupy[demo]"').Console()
     backend = make_backend(framework, device)
     with idle_cores_only():
-        result = demonstrate(prompt, chat, tokens, backend, kv, block_size, seed_gates, console)
+        result = demonstrate(prompt, chat, tokens, backend, kv, block_size, seed_gates, compile, console)
+    if report_to is not None:
+        facts = {"framework": backend.name, "cuda": backend.cuda, "kv": kv, "block_size": block_size, "seed_gates": seed_gates, "prompt": prompt}
+        report_to.parent.mkdir(parents=True, exist_ok=True)
+        report_to.write_text(json.dumps({**record(_gpu(backend)), **facts, **asdict(result)}, indent=1) + "\n")
     return 0 if result.ok else 1
+
+
+def _gpu(backend: Backend) -> str:
+    if not backend.cuda:
+        return "none"
+    if backend.name == "torch":
+        return str(import_module("torch").cuda.get_device_name())
+    return str(import_module("cupy").cuda.runtime.getDeviceProperties(0)["name"].decode())
 
 
 def demonstrate(
@@ -137,6 +159,7 @@ def demonstrate(
     kv: str,
     block_size: int,
     seed_gates: int | None,
+    compile: bool,
     console: Any,
 ) -> DemoResult:
     """Generate up to `tokens` tokens after `prompt` on the iHC network and compare it with the plain one.
@@ -149,6 +172,8 @@ def demonstrate(
     Raises HccupyError, with one sentence to show, where something is missing or does not fit.
     """
     check_options(prompt, tokens, kv, block_size)
+    if compile:
+        check_compile(backend, tokens, kv)
     reader = open_gguf(find_gguf())
     tokenizer, config = Tokenizer(reader), read_config(reader)
     ids = tokenizer.encode(chat_prompt(prompt) if chat else prompt)
@@ -188,8 +213,38 @@ def demonstrate(
         f"(of it {run.prefill * 1e3:.0f} ms for the prompt's {len(ids)} tokens)"
     )
     console.print(time_table(clock, run.seconds))
+    decode = compare_decode(weights, ids, tokens, backend, kv, block_size, seed_gates, console) if compile else []
+    ok = ok and all(row.same for row in decode if row.fused)
     text = tokenizer.decode([token for token in run.tokens if token not in tokenizer.stop])
-    return DemoResult(text, run.tokens, proof, rate, ok)
+    return DemoResult(text, run.tokens, proof, rate, run.prefill * 1e3, clock.rows(), decode, ok)
+
+
+def check_compile(backend: Backend, tokens: int, kv: str) -> None:
+    """Refuse what the torch modules do not serve."""
+    if backend.name != "torch":
+        raise ArgumentError(f"--compile: expected --framework torch, got {backend.name}.")
+    if kv not in ("bf16", "fp16"):
+        raise ArgumentError(f"--kv: expected bf16 or fp16 with --compile, got {kv}.")
+    if tokens < 2:
+        raise ArgumentError(f"--tokens: expected 2 or more with --compile, got {tokens}.")
+
+
+def compare_decode(
+    weights: Weights, ids: list[int], tokens: int, backend: Backend, kv: str, block_size: int, seed_gates: int | None, console: Any
+) -> list[Any]:
+    """Time decoding as torch modules, with hccupy.nn and in torch ops, and show a table."""
+    from .compiled import compare
+
+    table = need("rich.table", '"hccupy[demo]"').Table(title="Decoding, network as torch modules")
+    for column in ("network", "tokens/s", "same tokens as eager hccupy.nn"):
+        table.add_column(column, justify="left" if column == "network" else "right")
+    rows = []
+    with console.status("compiling the network …"):
+        for row in compare(weights, make_gates(weights.config, backend, seed_gates), ids, tokens, kv, block_size):
+            rows.append(row)
+            table.add_row(row.how, f"{row.tokens_per_s:.1f}", "yes" if row.same else "no")
+    console.print(table)
+    return rows
 
 
 def idle_cores_only() -> AbstractContextManager[Any]:
