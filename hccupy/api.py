@@ -134,8 +134,8 @@ def rope_norm_store_kv_fp8(
     key_cache: Array, value_cache: Array, qkv: Array, cos_sin: Array, seq_lens: Array, q_index: Array, block_table: Array,
     *, q_norm_weight: Array | None = None, k_norm_weight: Array | None = None, qk_norm_policy: Policy = "none",
     norm_eps: float = 1e-6, norm_weight_offset: float = 0.0, rope_style: Style = "neox", tail: Tail = "zero",
-    null_block: int | None = None, out_q: Array | None = None, out_k: Array | None = None, out_v: Array | None = None,
-    k_scale: Array, v_scale: Array, q_quant: Literal["dynamic", "static"] = "dynamic", q_scale_inv: Array | None = None,
+    null_block: int | None = None, out_q: Array | None = None, q_scale_out: Array | None = None, split_k_flag_out: Array | None = None,
+    out_k: Array | None = None, out_v: Array | None = None, k_scale: Array, v_scale: Array, q_quant: Literal["dynamic", "static"] = "dynamic", q_scale_inv: Array | None = None,
     upper_max: float | None = None, is_prefill: bool = True, max_q_len: int | None = None, stream: Any = None,
 ) -> Any:  # fmt: skip
     """rope_norm_store_kv into e4m3 caches: stored = saturate(value * fp32(1 / scale)), rounded to nearest even once.
@@ -149,7 +149,7 @@ def rope_norm_store_kv_fp8(
         norm_eps, norm_weight_offset, rope_style, tail, null_block, k_scale, v_scale, q_quant, q_scale_inv, upper_max,
         is_prefill, max_q_len,
     )  # fmt: skip
-    return run(REGISTRY["rope_norm_store_kv_fp8"], given, (out_q, None, None, out_k, out_v), stream)
+    return run(REGISTRY["rope_norm_store_kv_fp8"], given, (out_q, q_scale_out, split_k_flag_out, out_k, out_v), stream)
 
 
 @documented(REGISTRY["store_kv"])

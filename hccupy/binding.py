@@ -42,6 +42,8 @@ class Binding:
         self.arg_places = [i for i, p in enumerate(spec.params) if isinstance(p, Arg)]
         self.mutated = [i for i, a in enumerate(spec.args) if a.mutated]
         self.empty = not all(bound.axes[a] for a in spec.empty)
+        self.repeat: Any = None  # how to do the same again the short way (repeat.py), and how often that was worked out
+        self.remade = 0
 
     def _pairs(self, metas: Mapping[str, Meta]) -> list[tuple[int, int, int, int, int, int]]:
         """(i, j, low_i, high_i, low_j, high_j) of every written array i and every other array j."""
@@ -86,7 +88,7 @@ class Binding:
             pointers[self.first_out + i] = framework.pointer(made)
         if not self.empty and self.launcher is not None:
             handle = framework.stream(index, given[0]) if stream is None else stream_handle(stream)
-            if self.spec.debug is not None and switches.on("HCCUPY_DEBUG"):
+            if self.spec.debug is not None and switches.debug():
                 self._debug_cuda(pointers, handle)
             self.launcher(pointers, handle)
         return self.returned(results)
@@ -105,7 +107,7 @@ class Binding:
         if not self.empty:
             flat = {a.name: self._flatten(a, v) for a, v in zip(self.arrays, views, strict=True)}
             b = SimpleNamespace(axes=self.bound.axes, **self.bound.scalars, **flat)
-            if self.spec.debug is not None and switches.on("HCCUPY_DEBUG"):
+            if self.spec.debug is not None and switches.debug():
                 self.spec.debug(b)
             self.spec.reference(b)
         if framework.MUTABLE:

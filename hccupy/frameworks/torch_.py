@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..arrays import Meta
@@ -61,6 +62,29 @@ def empty(shape: tuple[int, ...], dtype: Dtype, device: tuple[str, int], like: A
         return torch.empty(shape, dtype=TORCH_DTYPE[dtype.name], device=like.device)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(f"torch could not allocate {dtype.name}{list(shape)} on {like.device}: {error}") from error
+
+
+ADDRESS = torch.Tensor.data_ptr
+
+
+def same(arrays: Sequence[Any]) -> Callable[..., bool]:
+    """A function that tells whether other tensors have the type, shape, strides, dtype, device and dispatch keys of these.
+
+    It is what torch.compile's guards use, one call for all of them: 0.3 us for 5 tensors, where `key` takes 0.9 us for each.
+    Dispatch keys tell pending negations, other layouts, functorch's wrappers, and inference mode from each other.
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
+    sizes: list[Any] = [list(a.shape) for a in arrays]
+    strides: list[Any] = [list(a.stride()) for a in arrays]
+    return TensorGuards(*arrays, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def beside(arrays: Sequence[Any], shape: tuple[int, ...], dtype: Dtype) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+    """(j, shape, options): arrays[j].new_empty(shape, **options) is a new tensor beside these, the cheapest way."""
+    wanted = TORCH_DTYPE[dtype.name]
+    like = next((j for j, a in enumerate(arrays) if a.dtype == wanted), None)
+    return (0, shape, {"dtype": wanted}) if like is None else (like, shape, {})
 
 
 def stream(device: int, like: Any) -> int:

@@ -381,8 +381,8 @@ ROPE_NORM_STORE_KV_FP8 = OpSpec(
     outputs=_outs(
         "float8_e4m3fn",
         (
-            Out("q_scale", None, _q_scale_shape, "float32", when=lambda b: b.scalars["q_quant"] == "dynamic", meaning="zeros where no token is"),
-            Out("split_k_flag", None, ("requests", "kv_heads"), "int32", meaning="zeros"),
+            Out("q_scale", "q_scale_out", _q_scale_shape, "float32", when=lambda b: b.scalars["q_quant"] == "dynamic", meaning="zeros where no token is"),
+            Out("split_k_flag", "split_k_flag_out", ("requests", "kv_heads"), "int32", meaning="zeros"),
         ),
     ),
     reference=reference_fp8,
