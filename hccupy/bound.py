@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from . import api, cuda, switches
+from . import api, repeat
 from .arrays import framework
-from .binding import Binding, stream_handle
+from .binding import Binding
 from .errors import ArgumentError, FrameworkError, LayoutError, ShapeError, explain
 from .frameworks import dlpack_
 from .ops import get
-from .repeat import MISS, SEEN_LIMIT, remember
 from .run import prepare
 from .spec import Arg
-
-
-class _Short:
-    """A call with the first n arrays given, CUDA, nothing to allocate: one look at them, then their addresses and the launch."""
-
-    def __init__(self, call: BoundCall, arrays: tuple[Any, ...], places: Sequence[int]) -> None:
-        self.check: Callable[..., bool] = call.framework.same(arrays) if arrays else lambda: True
-        self.places = places
-        self.tail = tuple(call.pointers[len(places) :]) if list(places) == list(range(len(places))) else None
-        self.seen: set[tuple[int, ...]] = set()
-
-    def pointers(self, call: BoundCall, given: tuple[int, ...]) -> Sequence[int]:
-        """Of all arrays, in kernel order."""
-        if self.tail is not None:
-            return given + self.tail
-        full = call.pointers.copy()
-        for k, pointer in zip(self.places, given, strict=True):
-            full[k] = pointer
-        return full
 
 
 class BoundCall:
@@ -56,35 +36,22 @@ class BoundCall:
         # The direct way: on CUDA, nothing to allocate.
         self.direct = binding.launcher is not None and not binding.fresh and not binding.empty
         self.result = binding.returned(outs)
-        self.debug = binding.spec.debug is not None
-        self.address: Any = getattr(made_by, "ADDRESS", None)
-        self.current_device: Any = cuda.cupy().cuda.runtime.getDevice if self.direct else None
-        self.short: dict[int, _Short] = {}  # by the number of arrays given
+        self.served = self.direct and repeat.served(binding)
+        self.short: dict[int, repeat.Call] = {}  # by the number of arrays given
 
     def __call__(self, *arrays: Any, stream: Any = None) -> Any:
         """Run once. Raises ShapeError or LayoutError where an array is not like the example's."""
         short = self.short.get(len(arrays))
-        if short is not None and short.check(*arrays):
-            given = tuple(map(self.address, arrays))
-            if given in short.seen and not (self.debug and switches.debug()) and self._here():
-                stream = self.override if stream is None else stream
-                handle = self.stream(self.device, None) if stream is None else stream_handle(stream)
-                self.binding.launcher(short.pointers(self, given), handle)  # type: ignore[misc]
-                return self.result
-        return self._long(arrays, stream)
-
-    def _here(self) -> bool:
-        """Is the arrays' device the current one?"""
-        try:
-            return self.current_device() == self.device  # type: ignore[no-any-return]
-        except Exception:  # a forked child: the long way says so in words
-            return False
+        if short is not None:
+            result = short(self.override if stream is None else stream, *arrays)
+            if result is not repeat.MISS:
+                return result
+        return self._long(arrays, self.override if stream is None else stream)
 
     def _long(self, arrays: tuple[Any, ...], stream: Any) -> Any:
         """The same with every array looked at by itself, and told why it is refused."""
         pointers = self.pointers.copy()
         given = self.given.copy()
-        stream = self.override if stream is None else stream
         if len(arrays) > len(self.arrays):
             raise ArgumentError(explain(self.op, "arguments", f"at most {len(self.arrays)} arrays", f"{len(arrays)}", "Scalars are fixed by bind()."))
         if self.foreign:
@@ -99,33 +66,25 @@ class BoundCall:
                 expected = f"an address of the example's alignment ({align} mod 16)"
                 raise LayoutError(self._unlike(i, expected, f"{address & 15}", "Bind again."))
             pointers[k], given[i] = address, array
-        if self.direct and self.address is not None:
-            self._learn(arrays, pointers)
-        elif self.binding.repeat is not None and not self.foreign:  # outputs to allocate
-            values = (*given, *self.outs)
-            if self.binding.repeat.fits(values):
-                result = self.binding.repeat(values, self.outs, stream)
-                if result is not MISS:
-                    return result
+        if not self.direct:  # outputs to allocate
+            result = repeat.again(self.op, given, self.outs, stream)
+            if result is not repeat.MISS:
+                return result
         result = self.binding(given, self.outs, pointers, stream)
-        if not self.direct and self.binding.launcher is not None:
-            remember(self.binding, given, self.outs)
+        if self.served:
+            self._learn(arrays)
+        elif self.binding.launcher is not None:
+            repeat.remember(self.binding, given, self.outs)
         return result
 
-    def _learn(self, arrays: tuple[Any, ...], pointers: list[int]) -> None:
-        """Serve as many arrays like these the short way from now on; these addresses too, if no arrays overlap."""
-        self.binding.check_overlap(pointers)
-        short = self.short.get(len(arrays))
-        places = [k for _, k, *_ in self.arrays[: len(arrays)]]
-        if short is None or not short.check(*arrays):
-            try:
-                short = self.short[len(arrays)] = _Short(self, arrays, places)
-            except Exception:  # the framework's own comparison is not public: every call goes the long way then
-                self.address = None
-                return
-        if len(short.seen) >= SEEN_LIMIT:
-            short.seen.clear()
-        short.seen.add(tuple(pointers[k] for k in places))
+    def _learn(self, arrays: tuple[Any, ...]) -> None:
+        """Serve as many arrays like these the short way from now on."""
+        params = self.binding.spec.params
+        named = {params[i].name: array for array, (i, *_) in zip(arrays, self.arrays, strict=False)}
+        try:
+            self.short[len(arrays)] = repeat.bound(self.binding, named, self.pointers, self.result)
+        except Exception:  # the framework's own comparison is not public: every call goes the long way then
+            self.served = False
 
     def _unlike(self, place: int, expected: str, got: str, mend: str) -> str:
         return explain(self.op, self.binding.spec.params[place].name, expected, got, mend)

@@ -113,12 +113,16 @@ class Launcher:
         config.stream = stream
         code = self.call(address, self.function, table, None)
         if code:
-            cuda.check_fork()
-            launch = self.plan.launch
-            raise LaunchError(
-                f"{self.op}: the driver refused the launch: {cuda.error_text(code)}; grid {launch.grid}, block {launch.block}, "
-                f"{launch.smem} bytes of shared memory, cluster {launch.cluster}"
-            )
+            self.refused(code)
+
+    def refused(self, code: int) -> None:
+        """Raises LaunchError for what the driver answered, or what check_fork has to say."""
+        cuda.check_fork()
+        launch = self.plan.launch
+        raise LaunchError(
+            f"{self.op}: the driver refused the launch: {cuda.error_text(code)}; grid {launch.grid}, block {launch.block}, "
+            f"{launch.smem} bytes of shared memory, cluster {launch.cluster}"
+        )
 
 
 class RawLauncher:

@@ -1,133 +1,178 @@
-"""The short way of a call like one before: all arrays compared at one look, then addresses, outputs, launch.
+"""The short way of a call like one before: a function written for it, which compares, allocates and launches, and no more.
 
-It serves frameworks that can compare many arrays in one call (`same` in frameworks/torch_.py), on CUDA. It decides nothing
-anew: whatever is not exactly like the call remembered goes the long way, run.prepare and Binding.
+It serves frameworks that can compare many arrays in one call (`same` in frameworks/torch_.py), on CUDA. For ihc_post with
+torch tensors the function reads, in essence,
+
+    def call(given, outs, stream):
+        x, residual, h_post, = given
+        out, = outs
+        if not (out is None and check(x, residual, h_post)): return MISS
+        p_x = x.data_ptr(); p_residual = residual.data_ptr(); p_h_post = h_post.data_ptr()
+        if (p_x, p_residual, p_h_post,) not in seen and not fine(p_x, p_residual, p_h_post,): return MISS
+        ...
+        out = residual.new_empty_strided(shape, strides); p_out = out.data_ptr()
+        pack(buffer, 0, p_x, p_residual, p_h_post, p_out)
+        ...
+
+It decides nothing anew: whatever is not exactly like the call remembered is a MISS, and goes the long way through
+run.prepare and Binding. Written out, a call of ihc_pre spends 2 us less on the host than in loops over its parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import cuda, switches
+from .arrays import row_major
 from .binding import Binding, stream_handle
 from .launch import Launcher
 from .spec import Scalar
 
 MISS: Any = object()  # "not like the call remembered"
 RECENT = 4  # calls remembered an op: decode, prefill, and a few more shapes that take turns
-REMADE = 8  # a binding's Repeats: inference mode, Parameters and the like have one each
+REMADE = 8  # functions a binding may have: inference mode, Parameters and the like need one each
 SEEN_LIMIT = 4096  # sets of addresses known to be fine
 
-_recent: dict[str, tuple[Repeat, ...]] = {}
+Call = Callable[..., Any]
+_recent: dict[str, tuple[Call, ...]] = {}
 
 
-def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """values -> tuple of those at `places`."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return (lambda values: (values[places[0]],)) if places else (lambda values: ())
+def served(binding: Binding) -> bool:
+    """Is there a short way for such calls?"""
+    return hasattr(binding.framework, "same") and type(binding.launcher) is Launcher and not binding.empty
 
 
-class Repeat:
-    """One call: which arrays it had, what they and the scalars were like, and how to do the same with others of that kind."""
+def write(binding: Binding, tensors: dict[str, Any], slots: dict[str, Any], before: Iterable[str], fresh: dict[str, str], words: dict[str, Any]) -> Call:
+    """The function of a call.
 
-    def __init__(self, binding: Binding, launcher: Launcher, same: Any, given: Sequence[Any], outs: Sequence[Any]) -> None:
-        spec, values = binding.spec, (*given, *outs)
-        words = (*spec.params, *spec.outputs)
-        slots = {p.name: k for k, p in enumerate(spec.arrays)}
-        places = [i for i, v in enumerate(values) if v is not None and not isinstance(words[i], Scalar)]
-        self.arrays_of = picker(places)
-        self.fixed_of = picker([i for i in range(len(values)) if i not in places])  # scalars, and arrays that are absent
-        self.fixed = self.fixed_of(values)
-        self.types = list(map(type, self.fixed))  # True == 1 == 1.0
-        arrays = self.arrays_of(values)
-        self.check = same(arrays)
-        self.binding, self.launcher, self.device = binding, launcher, binding.bound.device[1]
-        self.framework = framework = binding.framework
-        self.address, self.stream, self.current_device = framework.ADDRESS, framework.stream, cuda.cupy().cuda.runtime.getDevice
-        self.debug = spec.debug is not None
-        self.align = [framework.pointer(a) & 15 for a in arrays]
-        self.seen: set[tuple[int, ...]] = set()
-        # (index of an array of the same dtype, shape, options): the cheapest way to a new one
-        self.fresh = [framework.beside(arrays, shape, dtype) for _, shape, dtype in binding.fresh]
-        # Kernel order out of (addresses of arrays, addresses of fresh outputs, 0 for what is absent).
-        made = {len(spec.args) + i: len(places) + n for n, (i, *_) in enumerate(binding.fresh)}
-        at = {slots[words[i].name]: n for n, i in enumerate(places)} | made
-        order = [at.get(k, len(places) + len(made)) for k in range(len(slots))]
-        self.order = None if order == list(range(len(order))) else picker(order)
-        answers = [(i, o) for i, o in enumerate(spec.outputs) if o.allocate]
-        new = {i: len(outs) + n for n, (i, *_) in enumerate(binding.fresh)}
-        picks = [new.get(i, i) for i, _ in answers]
-        self.answer: Callable[[Sequence[Any]], Any] = itemgetter(*picks) if picks else lambda results: None
+    tensors    what is compared, and whose address is looked at: name -> an example
+    slots      all arrays of the kernel in its order -> the expression of their address
+    before     the signature and what precedes the comparison
+    fresh      outputs to allocate: name -> the expression that does
+    words      what the expressions use; "answer" is the expression that is returned
+    """
+    spec, framework = binding.spec, binding.framework
+    places = [list(slots).index(n) for n in tensors]
+    align = [framework.pointer(t) & 15 for t in tensors.values()]
+    rest = [0 if isinstance(s, str) else s for s in slots.values()]
+    seen: set[tuple[int, ...]] = set()
 
-    def fits(self, values: Sequence[Any]) -> bool:
-        """Is this a call like the one remembered? Addresses are not looked at."""
-        fixed = self.fixed_of(values)
-        return list(map(type, fixed)) == self.types and fixed == self.fixed and self.check(*self.arrays_of(values))
-
-    def __call__(self, values: Sequence[Any], outs: Sequence[Any], stream: Any) -> Any:
-        """Run a call that fits, or MISS."""
-        arrays = self.arrays_of(values)
-        pointers = tuple(map(self.address, arrays))
-        if pointers not in self.seen and not self.fine(pointers):
-            return MISS
-        try:
-            if self.current_device() != self.device or (self.debug and switches.debug()):
-                return MISS
-            made = tuple([arrays[j].new_empty(shape, **options) for j, shape, options in self.fresh])
-        except Exception:  # a forked child, memory at its end: the long way says it in words
-            return MISS
-        handle = self.stream(self.device, None) if stream is None else stream_handle(stream)
-        pointers = (*pointers, *map(self.address, made), 0)
-        self.launcher(pointers[:-1] if self.order is None else self.order(pointers), handle)
-        return self.answer((*outs, *made))
-
-    def fine(self, pointers: tuple[int, ...]) -> bool:
+    def fine(*pointers: int) -> bool:
         """Alignment as remembered? Then remember these addresses. Raises LayoutError where arrays overlap."""
-        if [p & 15 for p in pointers] != self.align:
+        if [p & 15 for p in pointers] != align:
             return False
-        full = (*pointers, *(0 for _ in self.fresh), 0)
-        self.binding.check_overlap(full[:-1] if self.order is None else self.order(full))
-        if len(self.seen) >= SEEN_LIMIT:
-            self.seen.clear()
-        self.seen.add(pointers)
+        full = rest.copy()
+        for k, pointer in zip(places, pointers, strict=True):
+            full[k] = pointer
+        binding.check_overlap(full)
+        if len(seen) >= SEEN_LIMIT:
+            seen.clear()
+        seen.add(pointers)
         return True
+
+    names = ", ".join(tensors)
+    pointers = "".join(f"p_{n}, " for n in tensors)
+    text = [
+        *before,
+        f"    if not check({names}): return MISS",
+        *(f"    p_{n} = {n}.{framework.ADDRESS}" for n in tensors),
+        f"    if ({pointers}) not in seen and not fine({pointers}): return MISS" if tensors else "",
+        "    try:",
+        f"        if current_device() != {binding.bound.device[1]}{' or debug()' if spec.debug else ''}: return MISS",
+        *(f"        {n} = {how}; p_{n} = {n}.{framework.ADDRESS}" for n, how in fresh.items()),
+        "    except Exception: return MISS",  # a forked child, memory at its end: the long way says it in words
+        "    try: buffer, config, address, _, table = local.block",
+        "    except AttributeError: buffer, config, address, _, table = block()",
+        f"    pack(buffer, 0, {', '.join(map(str, slots.values()))})",
+        f"    config.stream = current_stream({binding.bound.device[1]}) if stream is None else stream_handle(stream)",
+        "    code = launch(address, function, table, None)",
+        "    if code: refused(code)",
+        f"    return {words['answer']}",
+    ]
+    launcher: Any = binding.launcher
+    space = words | {
+        "MISS": MISS, "check": framework.same(list(tensors.values())) if tensors else lambda: True, "seen": seen, "fine": fine, "debug": switches.debug,
+        "current_device": cuda.cupy().cuda.runtime.getDevice, "current_stream": framework.current_stream, "stream_handle": stream_handle,
+        "local": launcher.local, "block": launcher.block, "pack": launcher.patch, "function": launcher.function, "launch": launcher.call,
+        "refused": launcher.refused,
+    }  # fmt: skip
+    exec("\n".join(text), space)  # names of specs and our own words, never the caller's
+    call: Call = space["call"]
+    return call
+
+
+def plain(binding: Binding, given: Sequence[Any], outs: Sequence[Any]) -> Call:
+    """call(given, outs, stream) for what `run` gets."""
+    spec = binding.spec
+    outputs = [f"out_{o.name}" for o in spec.outputs]  # not the parameters' names: an output may have one of those
+    values = {p.name: v for p, v in zip(spec.params, given, strict=True)} | dict(zip(outputs, outs, strict=True))
+    scalars = {p.name for p in spec.params if isinstance(p, Scalar)}
+    tensors = {n: v for n, v in values.items() if n not in scalars and v is not None}
+    words: dict[str, Any] = {}
+    tests = []
+    for n, v in values.items():
+        if n in scalars and v is not None:
+            words |= {f"is_{n}": v, f"type_{n}": type(v)}
+            tests.append(f"({n} is is_{n} or ({n} == is_{n} and type({n}) is type_{n}))")  # True == 1 == 1.0
+        elif v is None:
+            tests.append(f"{n} is None")
+    fresh = {}
+    for i, shape, dtype in binding.fresh:
+        like, options = binding.framework.beside(list(tensors.values()), dtype)
+        words |= {f"shape_{i}": shape, f"strides_{i}": row_major(shape), f"options_{i}": options}
+        fresh[outputs[i]] = f"{list(tensors)[like]}.new_empty_strided(shape_{i}, strides_{i}{f', **options_{i}' if options else ''})"
+    names = [a.name for a in spec.args] + outputs
+    slots = {n: f"p_{n}" if n in tensors or n in fresh else 0 for n in names}
+    answers = [n for n, o in zip(outputs, spec.outputs, strict=True) if o.allocate]
+    words["answer"] = ", ".join(answers) or "None"
+    before = [
+        "def call(given, outs, stream):",
+        f"    {''.join(f'{p.name}, ' for p in spec.params)} = given",
+        f"    {''.join(f'{n}, ' for n in outputs)} = outs" if outputs else "",
+        f"    if not ({' and '.join(tests) or True}): return MISS",
+    ]
+    return write(binding, tensors, slots, before, fresh, words)
+
+
+def bound(binding: Binding, arrays: dict[str, Any], pointers: Sequence[int], result: Any) -> Call:
+    """call(stream, *arrays) for a BoundCall that allocates nothing, called with the first so many arrays; the others stay."""
+    spec = binding.spec
+    names = [a.name for a in spec.args] + [f"out_{o.name}" for o in spec.outputs]
+    slots = {n: f"p_{n}" if n in arrays else p for n, p in zip(names, pointers, strict=True)}
+    before = [f"def call({', '.join(('stream', *arrays))}):"]
+    return write(binding, arrays, slots, before, {}, {"answer": "result", "result": result})
 
 
 def again(op: str, given: Sequence[Any], outs: Sequence[Any], stream: Any) -> Any:
     """The result of a call like one remembered, or MISS."""
-    recent = _recent.get(op)
-    if recent is None:
-        return MISS
-    values = (*given, *outs)
-    for n, repeat in enumerate(recent):
-        if repeat.fits(values):
+    recent = _recent.get(op, ())
+    for n, call in enumerate(recent):
+        result = call(given, outs, stream)
+        if result is not MISS:
             if n:
-                _recent[op] = (repeat, *recent[:n], *recent[n + 1 :])
-            return repeat(values, outs, stream)
+                _recent[op] = (call, *recent[:n], *recent[n + 1 :])
+            return result
     return MISS
 
 
-def remember(binding: Binding, given: Sequence[Any], outs: Sequence[Any]) -> Repeat | None:
+def remember(binding: Binding, given: Sequence[Any], outs: Sequence[Any]) -> None:
     """Serve calls like this one the short way from now on, where there is one."""
-    same, launcher = getattr(binding.framework, "same", None), binding.launcher
-    if same is None or type(launcher) is not Launcher or binding.empty:
-        return None
-    repeat: Repeat | None = binding.repeat
-    if repeat is None or not repeat.fits((*given, *outs)):
+    if not served(binding) or cuda.current_device() != binding.bound.device[1] or (binding.spec.debug and switches.debug()):
+        return
+    op = binding.spec.name
+    recent = _recent.get(op, ())
+    call = binding.repeat
+    if call is None or call in recent:  # it just was a MISS, though the facts are the same: Parameters, inference mode
         if binding.remade >= REMADE:
-            return None
+            return
         binding.remade += 1
         try:
-            repeat = binding.repeat = Repeat(binding, launcher, same, given, outs)
+            call = binding.repeat = plain(binding, given, outs)
         except Exception:  # the framework's own comparison is not public: without it every call goes the long way
             binding.remade = REMADE
-            return None
-    op = binding.spec.name
-    _recent[op] = (repeat, *(r for r in _recent.get(op, ()) if r is not repeat))[:RECENT]
-    return repeat
+            return
+    _recent[op] = (call, *recent)[:RECENT]
 
 
 def forget() -> None:

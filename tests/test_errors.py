@@ -22,7 +22,7 @@ from hccupy.spec import Arg
 from .test_plan import OPS, bound_of, small_cases
 
 PAIRS = [(op, p.name) for op in OPS for p in REGISTRY[op].args]
-OUTS = [(op, o.keyword) for op in OPS for o in REGISTRY[op].outputs if o.keyword]
+OUTS = [(op, o.keyword) for op in OPS for o in REGISTRY[op].outputs if o.keyword and o.when is None]
 CASE = {"rope_norm_store_kv_fp8": 2}  # static q; of the other ops the second case has every optional array and several tokens
 HOST_SCALARS = [(op, s.name) for op in OPS for s in REGISTRY[op].scalars]
 
@@ -34,7 +34,7 @@ def sample(op, rng):
     assert all(p.name in given for p in spec.args)
     bound = bound_of(spec, given)
     for o in spec.outputs:
-        if o.keyword:
+        if o.keyword and (o.when is None or o.when(bound)):
             given[o.keyword] = poisoned(check.out_shape(spec, o, bound, (bound.axes["tokens"],)), BY_NAME[check.out_dtype(o, bound)].np)
     return given
 
@@ -76,9 +76,9 @@ def test_the_sample_itself_is_good(op, rng):
     result = getattr(hccupy, op)(**given)
     values = result if isinstance(result, tuple) else (result,)
     for o, value in zip([o for o in spec.outputs if o.allocate], values, strict=False):
-        assert o.keyword is None or value is given[o.keyword]
+        assert o.keyword is None or value is given.get(o.keyword)
     for o in spec.outputs:
-        if o.keyword:
+        if o.keyword in given:
             assert not (given[o.keyword].view(np.uint8) == 0xA5).all()
 
 
@@ -414,6 +414,21 @@ def test_block_table_without_columns(op, rng):
 )
 def test_fp8_modes(changes, name, word, rng):
     refused("rope_norm_store_kv_fp8", {**sample("rope_norm_store_kv_fp8", rng), **changes}, hccupy.ArgumentError, name, word)
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_q_scale_out(prefill, rng):
+    """Written where q is scaled by row, refused where there is no such scale."""
+    op = "rope_norm_store_kv_fp8"
+    given = sample(op, rng)
+    rows = max(np.diff(given["q_index"]))
+    dynamic = given | {"q_quant": "dynamic", "q_scale_inv": None, "is_prefill": prefill, "max_q_len": int(rows) if prefill else None}
+    expected = hccupy.rope_norm_store_kv_fp8(**dynamic)[1]
+    buffer = poisoned(expected.shape, expected.dtype)
+    assert hccupy.rope_norm_store_kv_fp8(**dynamic, q_scale_out=buffer)[1] is buffer
+    np.testing.assert_array_equal(buffer, expected)
+    refused(op, dynamic | {"q_scale_out": buffer[..., :-1]}, hccupy.ShapeError, "q_scale_out")
+    refused(op, given | {"q_scale_out": buffer}, hccupy.ArgumentError, "q_scale_out", "None in this mode")
 
 
 @pytest.mark.parametrize("op", ROPE)

@@ -19,7 +19,10 @@ from . import fakes
 class Array(fakes.Array):
     """A fake that a framework with `same` owns."""
 
-    def new_empty(self, shape, dtype=None):
+    def data_ptr(self):
+        return address(self)
+
+    def new_empty_strided(self, shape, strides, dtype=None):
         return Array(np.empty(shape, self.a.dtype if dtype is None else dtype))
 
 
@@ -32,9 +35,9 @@ def same(given):
     return lambda *others: [facts(x) for x in others if isinstance(x, Array)] == known
 
 
-def beside(given, shape, dtype):
+def beside(given, dtype):
     like = next((j for j, x in enumerate(given) if x.a.dtype == dtype.np), None)
-    return (0, shape, {"dtype": dtype.np}) if like is None else (like, shape, {})
+    return (0, {"dtype": dtype.np}) if like is None else (like, {})
 
 
 def address(x):
@@ -45,9 +48,10 @@ FRAMEWORK = type(
     "framework",
     (),
     vars(fakes.FRAMEWORK)
-    | {"same": staticmethod(same), "beside": staticmethod(beside), "ADDRESS": staticmethod(address), "pointer": staticmethod(address)}
+    | {"same": staticmethod(same), "beside": staticmethod(beside), "ADDRESS": "data_ptr()", "pointer": staticmethod(address)}
     | {"empty": staticmethod(lambda shape, dtype, device, like: Array(np.empty(shape, dtype.np)))}
-    | {k: staticmethod(vars(fakes.FRAMEWORK)[k]) for k in ("key", "meta", "stream")},
+    | {k: staticmethod(vars(fakes.FRAMEWORK)[k]) for k in ("key", "meta", "stream")}
+    | {"current_stream": staticmethod(lambda device: 77)},
 )
 
 
@@ -250,5 +254,5 @@ def test_torch_tells_tensors_apart():
     unlike += [torch.zeros(2, 3).to_sparse(), None, 3, np.zeros((2, 3), np.float32)]
     for other in unlike:
         assert not check(other, y), other
-    assert torch_.beside((x, y), (5,), hccupy.dtypes.BY_NAME["bfloat16"]) == (1, (5,), {})
-    assert torch_.beside((x, y), (5,), hccupy.dtypes.BY_NAME["int32"]) == (0, (5,), {"dtype": torch.int32})
+    assert torch_.beside((x, y), hccupy.dtypes.BY_NAME["bfloat16"]) == (1, {})
+    assert torch_.beside((x, y), hccupy.dtypes.BY_NAME["int32"]) == (0, {"dtype": torch.int32})

@@ -15,8 +15,6 @@ MUTABLE = True
 torch: Any = sys.modules["torch"]
 TORCH_DTYPE = {d.name: getattr(torch, d.name) for d in ALL if hasattr(torch, d.name)}
 NAME_OF = {t: name for name, t in TORCH_DTYPE.items()}
-# Triton and Inductor read the stream this way too; torch.cuda.current_stream() builds an object, 4.5 us a call on the H200 host.
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def is_array(obj: Any) -> bool:
@@ -64,7 +62,7 @@ def empty(shape: tuple[int, ...], dtype: Dtype, device: tuple[str, int], like: A
         raise OutOfMemoryError(f"torch could not allocate {dtype.name}{list(shape)} on {like.device}: {error}") from error
 
 
-ADDRESS = torch.Tensor.data_ptr
+ADDRESS = "data_ptr()"  # element 0's, of a tensor that `same` knows
 
 
 def same(arrays: Sequence[Any]) -> Callable[..., bool]:
@@ -80,18 +78,25 @@ def same(arrays: Sequence[Any]) -> Callable[..., bool]:
     return TensorGuards(*arrays, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
-def beside(arrays: Sequence[Any], shape: tuple[int, ...], dtype: Dtype) -> tuple[int, tuple[int, ...], dict[str, Any]]:
-    """(j, shape, options): arrays[j].new_empty(shape, **options) is a new tensor beside these, the cheapest way."""
+def beside(arrays: Sequence[Any], dtype: Dtype) -> tuple[int, dict[str, Any]]:
+    """(j, options): arrays[j].new_empty_strided(shape, strides, **options) is a new tensor beside these, the cheapest way to one."""
     wanted = TORCH_DTYPE[dtype.name]
     like = next((j for j, a in enumerate(arrays) if a.dtype == wanted), None)
-    return (0, shape, {"dtype": wanted}) if like is None else (like, shape, {})
+    return (0, {"dtype": wanted}) if like is None else (like, {})
+
+
+def current_stream(device: int) -> int:
+    """Handle of torch's current stream on that device."""
+    return torch.cuda.current_stream(device).cuda_stream  # type: ignore[no-any-return]
+
+
+# Triton and Inductor read the stream this way too; torch.cuda.current_stream() builds an object, 4.5 us a call on the H200 host.
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", current_stream)
 
 
 def stream(device: int, like: Any) -> int:
     """Handle of torch's current stream on that device."""
-    if _raw_stream is not None:
-        return _raw_stream(device)  # type: ignore[no-any-return]
-    return torch.cuda.current_stream(device).cuda_stream  # type: ignore[no-any-return]
+    return current_stream(device)
 
 
 def to_numpy(array: Any) -> Any:
