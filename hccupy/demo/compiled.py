@@ -2,6 +2,9 @@
 
 Beside it stands the same network in torch ops alone, so that the figures say what hccupy brings. A decode step keeps to
 static shapes and leaves its token on the device: it is captured once and replayed without the host knowing the text.
+
+Compiled by regions that all layers share, split at RopeNorm (its layer name would make each layer one of its own), as
+serving engines do: the whole network as one graph takes Inductor minutes.
 """
 
 # ruff: noqa: D102 (forward methods: the classes say what they do)
@@ -125,9 +128,14 @@ class Attention(torch.nn.Module):  # type: ignore[misc]
         self.register_buffer("kv_cache", torch.zeros(shape, dtype=self.kv_dtype, device=text.token.device))
 
     def forward(self, x: Any) -> Any:
-        q = self.rope((x @ self.qkv.T).to(self.kv_dtype), kv_cache=self.kv_cache)
+        return self.attend(self.rope(self.project(x), kv_cache=self.kv_cache))
+
+    def project(self, x: Any) -> Any:
+        return (x @ self.qkv.T).to(self.kv_dtype)
+
+    def attend(self, q: Any) -> Any:
         k, v = self.kv_cache[self.text.pages].float().permute(1, 3, 0, 2, 4).flatten(2, 3)  # [kv_heads, slots, head_dim]
-        seen = self.text.columns <= self.text.positions(x.shape[0])[:, None]
+        seen = self.text.columns <= self.text.positions(q.shape[0])[:, None]
         out = torch.nn.functional.scaled_dot_product_attention(q.float().transpose(0, 1)[None], k[None], v[None], seen, enable_gqa=True)
         return out[0].transpose(0, 1).flatten(1) @ self.out.T
 
@@ -190,6 +198,16 @@ class Model(torch.nn.Module):  # type: ignore[misc]
         """Feed the last token and choose the next; nothing leaves the device."""
         self.text.say(self(self.text.token))
 
+    def compile_regions(self, backend: str) -> None:
+        """Compile what stands between the rope calls; layers share the code."""
+        regions = [(c, name) for c in self.connections for name in ("pre", "post_pre", "post")] + [(self.head, "forward")]
+        for block in self.blocks:
+            regions += [(block, "project"), (block, "attend")] if isinstance(block, Attention) else [(block, "forward")]
+            if isinstance(block, Attention) and isinstance(block.rope, TorchRope):
+                regions.append((block.rope, "forward"))
+        for module, name in regions:
+            setattr(module, name, torch.compile(getattr(module, name), fullgraph=True, backend=backend, dynamic=False))
+
 
 @dataclass(frozen=True)
 class Decode:
@@ -249,14 +267,13 @@ def compare(weights: Weights, gates: list[Gates], prompt: list[int], tokens: int
         torch._dynamo.reset()
         text = Text(len(prompt) + max(tokens, 8), block_size, device)
         model = Model(weights, gates, text, kv, fused)
-        compiled = torch.compile(model.step, fullgraph=True, backend=backend, dynamic=False)
         for how in ("eager", "compiled", "compiled, one CUDA graph a token")[: 3 if text.token.is_cuda else 2]:
+            if how == "compiled":
+                model.compile_regions(backend)
             text.say(model(text.begin(prompt)))
             text.decode()
-            step = model.step if how == "eager" else compiled
-            step()  # compiles; a step to capture needs a text to go on from
-            if "graph" in how:
-                step = captured(step)
+            model.step()  # compiles; a step to capture needs a text to go on from
+            step = captured(model.step) if "graph" in how else model.step
             said, rate = generate(model, step, prompt, tokens)
             wanted = said if wanted is None else wanted
             yield Decode(f"{name}, {how}", fused, rate, said, said == wanted)
