@@ -6,6 +6,7 @@ axes their spec lists, run-time scalars, run-time axes. `parameters` states it; 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import importlib
 import logging
@@ -71,14 +72,23 @@ class Launcher:
         self.rest = struct.pack("=" + "".join(_FORMAT[k] for k in kinds[self.pointers :]), *values(spec, bound))
         self.sizes = [8 if k in ("pointer", "long long") else 4 for k in kinds]
         self.patch = struct.Struct(f"={self.pointers}Q").pack_into
+        self.start = bytes(8 * self.pointers)  # what a new block holds of addresses
         self.function = function
         self.local = threading.local()
         self.call = cuda.driver().cuLaunchKernelEx
 
+    def holding(self, pointers: Sequence[int], count: int) -> Launcher:
+        """The same with blocks of its own that hold these addresses: only the first `count` are patched."""
+        other = copy.copy(self)
+        other.local = threading.local()
+        other.start = struct.pack(f"={self.pointers}Q", *pointers)
+        other.patch = struct.Struct(f"={count}Q").pack_into
+        return other
+
     def block(self) -> tuple[Any, Any, int, Any, int]:
         """This thread's (buffer, config, config address, keep-alive, parameter array address)."""
         cuda.ensure_context()
-        buffer = ctypes.create_string_buffer(bytes(8 * self.pointers) + self.rest, 8 * self.pointers + len(self.rest))
+        buffer = ctypes.create_string_buffer(self.start + self.rest, 8 * self.pointers + len(self.rest))
         table = (ctypes.c_void_p * len(self.sizes))()
         offset = ctypes.addressof(buffer)
         for i, size in enumerate(self.sizes):

@@ -35,7 +35,7 @@ REMADE = 8  # functions a binding may have: inference mode, Parameters and the l
 SEEN_LIMIT = 4096  # sets of addresses known to be fine
 
 Call = Callable[..., Any]
-_recent: dict[str, tuple[Call, ...]] = {}
+recent: dict[str, tuple[Call, ...]] = {}  # by op, the latest first; run.run tries that one itself
 
 
 def served(binding: Binding) -> bool:
@@ -43,9 +43,19 @@ def served(binding: Binding) -> bool:
     return hasattr(binding.framework, "same") and type(binding.launcher) is Launcher and not binding.empty
 
 
-def write(binding: Binding, tensors: dict[str, Any], slots: dict[str, Any], before: Iterable[str], fresh: dict[str, str], words: dict[str, Any]) -> Call:
+def write(
+    binding: Binding,
+    launcher: Any,
+    patched: int,
+    tensors: dict[str, Any],
+    slots: dict[str, Any],
+    before: Iterable[str],
+    fresh: dict[str, str],
+    words: dict[str, Any],
+) -> Call:
     """The function of a call.
 
+    launcher   the binding's, or one like it; the first `patched` addresses are told to it at each call
     tensors    what is compared, and whose address is looked at: name -> an example
     slots      all arrays of the kernel in its order -> the expression of their address
     before     the signature and what precedes the comparison
@@ -84,13 +94,12 @@ def write(binding: Binding, tensors: dict[str, Any], slots: dict[str, Any], befo
         "    except Exception: return MISS",  # a forked child, memory at its end: the long way says it in words
         "    try: buffer, config, address, _, table = local.block",
         "    except AttributeError: buffer, config, address, _, table = block()",
-        f"    pack(buffer, 0, {', '.join(map(str, slots.values()))})",
+        f"    pack(buffer, 0, {', '.join(map(str, list(slots.values())[:patched]))})",
         f"    config.stream = current_stream({binding.bound.device[1]}) if stream is None else stream_handle(stream)",
         "    code = launch(address, function, table, None)",
         "    if code: refused(code)",
         f"    return {words['answer']}",
     ]
-    launcher: Any = binding.launcher
     space = words | {
         "MISS": MISS, "check": framework.same(list(tensors.values())) if tensors else lambda: True, "seen": seen, "fine": fine, "debug": switches.debug,
         "current_device": cuda.cupy().cuda.runtime.getDevice, "current_stream": framework.current_stream, "stream_handle": stream_handle,
@@ -132,7 +141,7 @@ def plain(binding: Binding, given: Sequence[Any], outs: Sequence[Any]) -> Call:
         f"    {''.join(f'{n}, ' for n in outputs)} = outs" if outputs else "",
         f"    if not ({' and '.join(tests) or True}): return MISS",
     ]
-    return write(binding, tensors, slots, before, fresh, words)
+    return write(binding, binding.launcher, len(slots), tensors, slots, before, fresh, words)
 
 
 def bound(binding: Binding, arrays: dict[str, Any], pointers: Sequence[int], result: Any) -> Call:
@@ -141,17 +150,18 @@ def bound(binding: Binding, arrays: dict[str, Any], pointers: Sequence[int], res
     names = [a.name for a in spec.args] + [f"out_{o.name}" for o in spec.outputs]
     slots = {n: f"p_{n}" if n in arrays else p for n, p in zip(names, pointers, strict=True)}
     before = [f"def call({', '.join(('stream', *arrays))}):"]
-    return write(binding, arrays, slots, before, {}, {"answer": "result", "result": result})
+    count = 1 + max((list(slots).index(n) for n in arrays), default=-1)
+    launcher: Any = binding.launcher
+    return write(binding, launcher.holding(pointers, count), count, arrays, slots, before, {}, {"answer": "result", "result": result})
 
 
 def again(op: str, given: Sequence[Any], outs: Sequence[Any], stream: Any) -> Any:
-    """The result of a call like one remembered, or MISS."""
-    recent = _recent.get(op, ())
-    for n, call in enumerate(recent):
+    """The result of a call like one of those remembered, which becomes the first, or MISS."""
+    calls = recent.get(op, ())
+    for n, call in enumerate(calls):
         result = call(given, outs, stream)
         if result is not MISS:
-            if n:
-                _recent[op] = (call, *recent[:n], *recent[n + 1 :])
+            recent[op] = (call, *calls[:n], *calls[n + 1 :])
             return result
     return MISS
 
@@ -161,9 +171,9 @@ def remember(binding: Binding, given: Sequence[Any], outs: Sequence[Any]) -> Non
     if not served(binding) or cuda.current_device() != binding.bound.device[1] or (binding.spec.debug and switches.debug()):
         return
     op = binding.spec.name
-    recent = _recent.get(op, ())
+    calls = recent.get(op, ())
     call = binding.repeat
-    if call is None or call in recent:  # it just was a MISS, though the facts are the same: Parameters, inference mode
+    if call is None or call in calls:  # it just was a MISS, though the facts are the same: Parameters, inference mode
         if binding.remade >= REMADE:
             return
         binding.remade += 1
@@ -172,9 +182,9 @@ def remember(binding: Binding, given: Sequence[Any], outs: Sequence[Any]) -> Non
         except Exception:  # the framework's own comparison is not public: without it every call goes the long way
             binding.remade = REMADE
             return
-    _recent[op] = (call, *recent)[:RECENT]
+    recent[op] = (call, *calls)[:RECENT]
 
 
 def forget() -> None:
     """Forget every call."""
-    _recent.clear()
+    recent.clear()

@@ -23,9 +23,11 @@ MEMO_LIMIT = 4096  # a server sees thousands of token counts; past this the memo
 
 def run(spec: OpSpec, given: Sequence[Any], outs: Sequence[Any] = (), stream: Any = None) -> Any:
     """Run an op. `given`: parameters in signature order; `outs`: caller's outputs in spec order (None: allocate)."""
-    result = repeat.again(spec.name, given, outs, stream)
-    if result is not repeat.MISS:
-        return result
+    recent = repeat.recent.get(spec.name)
+    if recent is not None:
+        result = recent[0](given, outs, stream)
+        if result is not repeat.MISS or (result := repeat.again(spec.name, given, outs, stream)) is not repeat.MISS:
+            return result
     _, given, outs, pointers, binding = prepare(spec, given, outs, stream)
     if binding is None:
         from . import jax

@@ -133,7 +133,7 @@ def test_shapes_that_take_turns_stay_short(gpu, short):
     short()
     for call in calls * 3:
         assert hccupy.ihc_post(*call).a.shape == call[1].a.shape
-    assert len(repeat._recent["ihc_post"]) == repeat.RECENT
+    assert len(repeat.recent["ihc_post"]) == repeat.RECENT
 
 
 def test_more_shapes_than_are_remembered(gpu):
@@ -141,7 +141,7 @@ def test_more_shapes_than_are_remembered(gpu):
     for _ in range(3):
         for n in range(1, 12):
             assert hccupy.ihc_post(*post(n)).a.shape[0] == n
-    assert len(repeat._recent["ihc_post"]) == repeat.RECENT
+    assert len(repeat.recent["ihc_post"]) == repeat.RECENT
     assert all(b.remade <= 1 for b in run._memo.values())
 
 
@@ -217,7 +217,7 @@ def test_nothing_to_compare_by_is_no_error(gpu, monkeypatch):
     monkeypatch.setattr(FRAMEWORK, "same", staticmethod(broken))
     for _ in range(3):
         assert hccupy.ihc_post(*post()).a.shape == (3, 4, 64)
-    assert not repeat._recent
+    assert not repeat.recent
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
