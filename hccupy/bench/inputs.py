@@ -9,7 +9,7 @@ import numpy as np
 
 from ..spec import Arg, Case, OpSpec
 
-GROW = 512  # rows drawn on the host; larger cases of row-wise ops repeat them in random order
+GROW = 128  # rows drawn on the host; larger cases of row-wise ops repeat them in random order
 
 
 def _root(a: Any) -> Any:
@@ -43,6 +43,26 @@ def to_torch(given: dict[str, Any]) -> dict[str, Any]:
         offset = (a.__array_interface__["data"][0] - root.__array_interface__["data"][0]) // a.itemsize
         out[name] = flat.as_strided(a.shape, [s // a.itemsize for s in a.strides], offset)
     return out
+
+
+def to_cupy(tensor: Any) -> Any:
+    """The same memory as a CuPy array."""
+    import cupy
+
+    return cupy.from_dlpack(tensor)
+
+
+class Foreign:
+    """A tensor that only speaks DLPack, as another framework's array would."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
 
 
 def clone(tensors: dict[str, Any]) -> dict[str, Any]:

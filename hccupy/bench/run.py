@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,12 @@ import numpy as np
 
 import hccupy
 
+from .. import arch, build, plan
 from ..dtypes import BY_NAME
 from ..errors import HccupyError, NoGpuError
 from ..explain import imagine
 from ..ops import REGISTRY
+from ..plan import Plan
 from ..provenance import record
 from ..spec import Case, OpSpec
 from . import inputs, peers, timing
@@ -87,7 +90,7 @@ def outputs_for(spec: OpSpec, result: Any) -> dict[str, Any]:
     return {str(o.keyword): torch.empty_like(v) for o, v in named if o.keyword and v is not None}
 
 
-def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bool, with_peers: bool) -> list[dict[str, Any]]:
+def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bool, with_peers: bool, seen: set[Any]) -> list[dict[str, Any]]:
     """Verify one case and time ours, torch and peers. One record each."""
     host, device, index = inputs.make(spec, case)
     function = getattr(hccupy, spec.name)
@@ -116,7 +119,7 @@ def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bo
         times = timing.graph_us(calls)
         row: dict[str, Any] = {**base, **times, "gbps": moved / times["us"] / 1e3, "share": base["floor_us"] / times["us"]}
         if name == "hccupy":
-            records.append(row)
+            records.append({**row, **compile_seconds(plan.make(spec, bound, arch.of_device(0)), seen)})
         else:  # a peer's time must never be taken for ours: another key
             records.append({**row, "op": f"{spec.name} ({name})", "peer": name})
 
@@ -128,7 +131,7 @@ def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bo
 
 
 def host_times() -> list[dict[str, Any]]:
-    """Host time per call with torch tensors, small sizes: plain (allocating), bound, and with out=."""
+    """Host time per call, small sizes. Torch tensors: plain (allocating), with out=, bound; then ihc_pre with other arrays."""
     rows = []
     for op in ("ihc_pre", "ihc_head", "ihc_post", "ihc_post_pre", "rope_norm_store_kv", "rope_norm_store_kv_fp8"):
         spec = REGISTRY[op]
@@ -141,7 +144,23 @@ def host_times() -> list[dict[str, Any]]:
         first = next(device[p.name] for p in spec.args)
         rows.append({"op": op, "call": "bound", "us": timing.host_us(partial(bound, first))})
         rows.append({"op": op, "call": "out", "us": timing.host_us(partial(function, **device, **outs))})
+    half = next(c for c in REGISTRY["ihc_pre"].cases if c.dtype == "float16" and c.axes["tokens"] <= 64)
+    _, device, _ = inputs.make(REGISTRY["ihc_pre"], half)
+    for kind, convert in (("cupy", inputs.to_cupy), ("dlpack", inputs.Foreign)):
+        other: dict[str, Any] = {k: convert(v) if hasattr(v, "data_ptr") else v for k, v in device.items()}
+        rows.append({"op": "ihc_pre", "call": f"plain, {kind}", "us": timing.host_us(partial(hccupy.ihc_pre, **other), calls=200)})
     return rows
+
+
+def compile_seconds(made: Plan, seen: set[Any]) -> dict[str, float]:
+    """{"compile_s": a cold compile, NVRTC's own cache off}, the first time that such a kernel is met."""
+    kind = (made.op, made.variant, *(made.defines.get(d) for d in ("kHc", "kHasRmsWeight", "kRing", "kSteps", "kRanks", "kVec")))
+    if kind in seen:
+        return {}
+    seen.add(kind)
+    start = time.perf_counter()
+    build.compile_plan(made, ("--no-cache",))
+    return {"compile_s": time.perf_counter() - start}
 
 
 def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bool = False, with_peers: bool = True, check: Path | None = None) -> int:
@@ -162,6 +181,7 @@ def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bo
     report |= {"host": [], "chain": [], "records": [], "failures": []}
     if not match:
         report["host"], report["chain"] = host_times(), chain_times()
+    seen: set[Any] = set()  # kernels whose compile time is known
     todo = [(REGISTRY[o], c) for o in ops for c in REGISTRY[o].cases if c.name.startswith("bench") and match in f"{o} {c.name}"]
     columns = (TextColumn("{task.description:40s}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -169,7 +189,7 @@ def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bo
         for spec, case in todo:
             progress.update(bar, description=f"{spec.name} {case.name}")
             try:
-                report["records"] += time_case(spec, case, report["ceilings_tbps"], compiled, with_peers)
+                report["records"] += time_case(spec, case, report["ceilings_tbps"], compiled, with_peers, seen)
             except (HccupyError, RuntimeError) as error:  # one wrong or impossible case must not cost the others their record
                 report["failures"].append(f"{spec.name} {case.name}: {error}")
             write(report, output)  # after each case: a run that is stopped keeps what it measured
