@@ -28,8 +28,8 @@ def op_table() -> str:
     return "\n".join([head, *(op_row(spec) for spec in REGISTRY.values())])
 
 
-def status(tests: dict[str, Any], bench: dict[str, Any]) -> str:
-    """The README's status: what the committed reports of the GPU suite and the bench say."""
+def status(tests: dict[str, Any], bench: dict[str, Any], demo: dict[str, Any]) -> str:
+    """The README's status: what the committed reports of the GPU suite, the bench and the demo say."""
     counts = tests["counts"]
     ulps = max(float(r["ulps"]) for r in tests["worst"] if "ulps" in r and r["dtype"] != "float32")
     gates = max(float(r["relative"]) for r in tests["worst"] if "relative" in r and r["op"].startswith("ihc"))
@@ -62,5 +62,14 @@ def status(tests: dict[str, Any], bench: dict[str, Any]) -> str:
     host = {(h["op"], h["call"]): h["us"] for h in bench["host"]}
     words = [f"`{op}` {host[op, 'plain']:.0f} / {host[op, 'out']:.0f} / {host[op, 'bound']:.0f}" for op in ("ihc_pre", "ihc_post", "rope_norm_store_kv")]
     lines += ["", f"Host time a call with torch tensors, in microseconds (allocating / `out=` / `hccupy.bind`): {', '.join(words)}."]
-    lines += ["Reports: `notebooks/results/h200/tests.json`, `notebooks/results/h200/bench.json`, `notebooks/results/h200/bench.png`."]
+    compiled = [r["compile_s"] for r in bench["records"] if "compile_s" in r]
+    if compiled:
+        lines.append(f"Cold compile of a kernel, alone: median {sorted(compiled)[len(compiled) // 2]:.2f} s, longest {max(compiled):.2f} s.")
+    rates = {r["how"]: r["tokens_per_s"] for r in demo["decode"]}
+    same = "the same tokens" if all(r["same"] for r in demo["decode"]) else "not the same tokens everywhere"
+    lines += ["", f"SmolLM2-135M as an iHC network on {demo['gpu']}, fp32 weights, decoded tokens a second ({same}):"]
+    lines += ["", "| network | eager | compiled | compiled, one CUDA graph a token |", "|---|---|---|---|"]
+    for name in dict.fromkeys(how.split(", ")[0] for how in rates):
+        lines.append(f"| {name} | " + " | ".join(f"{rate:.0f}" for how, rate in rates.items() if how.startswith(name)) + " |")
+    lines += ["", "Reports: `tests.json`, `bench.json`, `bench.png`, `demo.json` under `notebooks/results/h200/`."]
     return "\n".join(lines)

@@ -27,7 +27,7 @@ def test_status_is_what_the_reports_say():
     """Every figure of the README comes from a report committed under notebooks/results/."""
     results = ROOT / "notebooks" / "results" / "h200"
     held = README.split("<!-- status -->\n")[1].split("<!-- /status -->")[0].strip()
-    assert held == tables.status(json.loads((results / "tests.json").read_text()), json.loads((results / "bench.json").read_text()))
+    assert held == tables.status(*(json.loads((results / f"{name}.json").read_text()) for name in ("tests", "bench", "demo")))
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.S))
