@@ -91,6 +91,7 @@ def write(
         "    try:",
         f"        if current_device() != {binding.bound.device[1]}{' or debug()' if spec.debug else ''}: return MISS",
         *(f"        {n} = {how}; p_{n} = {n}.{framework.ADDRESS}" for n, how in fresh.items()),
+        f"        if not ({' and '.join(f'p_{n}' for n in fresh)}): return MISS" if fresh else "",  # a FakeTensor has no memory
         "    except Exception: return MISS",  # a forked child, memory at its end: the long way says it in words
         "    try: buffer, config, address, _, table = local.block",
         "    except AttributeError: buffer, config, address, _, table = block()",

@@ -83,7 +83,8 @@ def test_compiles_without_spills(op, target, record_property):
         assert used["registers"] * threads <= 65536, f"{case.name}: {used['registers']} registers of {threads} threads do not fit"
         assert used["shared"] + made.launch.smem <= made.arch.smem
         assert "warning" not in log, log
-    assert statistics.median(times) < 1.0, f"{op}: a cold compilation takes {statistics.median(times):.2f} s"
+    # A guard against a kernel that unrolls out of hand: on a busy machine CPU time doubles.
+    assert statistics.median(times) < 2.0, f"{op}: a cold compilation takes {statistics.median(times):.2f} s"
 
 
 @pytest.mark.parametrize("op", OPS)

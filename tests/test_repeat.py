@@ -220,6 +220,20 @@ def test_nothing_to_compare_by_is_no_error(gpu, monkeypatch):
     assert not repeat.recent
 
 
+def test_an_output_without_memory_goes_the_long_way(gpu, monkeypatch):
+    """What PyTorch gives under FakeTensorMode has address 0."""
+    gpu.spec = REGISTRY["ihc_post"]
+    hccupy.ihc_post(*post())
+
+    class Fake(Array):
+        def data_ptr(self):
+            return 0
+
+    monkeypatch.setattr(Array, "new_empty_strided", lambda self, shape, strides: Fake(np.empty(shape, np.float32)))
+    hccupy.ihc_post(*post())
+    assert all(gpu.arguments[-1][:4])
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_bound_calls(count, gpu, monkeypatch):
     gpu.spec = REGISTRY["ihc_post"]
