@@ -1,6 +1,6 @@
 """The short way of a call like one before: a function written for it, which compares, allocates and launches, and no more.
 
-It serves frameworks that can compare many arrays in one call (`same` in frameworks/torch_.py), on CUDA. For ihc_post with
+It serves frameworks that can compare many arrays in one call (`same` in frameworks/torch_.py and cupy_.py), on CUDA. For ihc_post with
 torch tensors the function reads, in essence,
 
     def call(given, outs, stream):
@@ -10,7 +10,7 @@ torch tensors the function reads, in essence,
         p_x = x.data_ptr(); p_residual = residual.data_ptr(); p_h_post = h_post.data_ptr()
         if (p_x, p_residual, p_h_post,) not in seen and not fine(p_x, p_residual, p_h_post,): return MISS
         ...
-        out = residual.new_empty_strided(shape, strides); p_out = out.data_ptr()
+        out = new(residual); p_out = out.data_ptr()
         pack(buffer, 0, p_x, p_residual, p_h_post, p_out)
         ...
 
@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import cuda, switches
-from .arrays import row_major
 from .binding import Binding, stream_handle
 from .launch import Launcher
 from .spec import Scalar
@@ -129,9 +128,8 @@ def plain(binding: Binding, given: Sequence[Any], outs: Sequence[Any]) -> Call:
             tests.append(f"{n} is None")
     fresh = {}
     for i, shape, dtype in binding.fresh:
-        like, options = binding.framework.beside(list(tensors.values()), dtype)
-        words |= {f"shape_{i}": shape, f"strides_{i}": row_major(shape), f"options_{i}": options}
-        fresh[outputs[i]] = f"{list(tensors)[like]}.new_empty_strided(shape_{i}, strides_{i}{f', **options_{i}' if options else ''})"
+        like, words[f"new_{i}"] = binding.framework.beside(list(tensors.values()), shape, dtype)
+        fresh[outputs[i]] = f"new_{i}({list(tensors)[like]})"
     names = [a.name for a in spec.args] + outputs
     slots = {n: f"p_{n}" if n in tensors or n in fresh else 0 for n in names}
     answers = [n for n, o in zip(outputs, spec.outputs, strict=True) if o.allocate]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,8 +23,8 @@ class Array(fakes.Array):
     def data_ptr(self):
         return address(self)
 
-    def new_empty_strided(self, shape, strides, dtype=None):
-        return Array(np.empty(shape, self.a.dtype if dtype is None else dtype))
+    def new_empty(self, shape, dtype):
+        return Array(np.empty(shape, dtype))
 
 
 def facts(x):
@@ -35,9 +36,8 @@ def same(given):
     return lambda *others: [facts(x) for x in others if isinstance(x, Array)] == known
 
 
-def beside(given, dtype):
-    like = next((j for j, x in enumerate(given) if x.a.dtype == dtype.np), None)
-    return (0, {"dtype": dtype.np}) if like is None else (like, {})
+def beside(given, shape, dtype):
+    return 0, lambda like: like.new_empty(shape, dtype.np)
 
 
 def address(x):
@@ -229,7 +229,7 @@ def test_an_output_without_memory_goes_the_long_way(gpu, monkeypatch):
         def data_ptr(self):
             return 0
 
-    monkeypatch.setattr(Array, "new_empty_strided", lambda self, shape, strides: Fake(np.empty(shape, np.float32)))
+    monkeypatch.setattr(Array, "new_empty", lambda self, shape, dtype: Fake(np.empty(shape, dtype)))
     hccupy.ihc_post(*post())
     assert all(gpu.arguments[-1][:4])
 
@@ -268,5 +268,32 @@ def test_torch_tells_tensors_apart():
     unlike += [torch.zeros(2, 3).to_sparse(), None, 3, np.zeros((2, 3), np.float32)]
     for other in unlike:
         assert not check(other, y), other
-    assert torch_.beside((x, y), hccupy.dtypes.BY_NAME["bfloat16"]) == (1, {})
-    assert torch_.beside((x, y), hccupy.dtypes.BY_NAME["int32"]) == (0, {"dtype": torch.int32})
+
+
+def test_torch_makes_tensors_beside_others():
+    torch = pytest.importorskip("torch")
+    from hccupy.frameworks import torch_
+
+    given = torch.zeros(2, 3), torch.zeros(4, dtype=torch.bfloat16)
+    for name, like in (("bfloat16", 1), ("float32", 0), ("int32", 0)):
+        j, make = torch_.beside(given, (5, 2), hccupy.dtypes.BY_NAME[name])
+        made = make(given[j])
+        assert j == like and made.shape == (5, 2) and made.is_contiguous() and made.dtype == getattr(torch, name)
+
+
+def test_cupy_tells_arrays_apart(monkeypatch):
+    """CuPy's words on NumPy's arrays: there is no CuPy array without a GPU."""
+    pytest.importorskip("cupy")
+    from hccupy.frameworks import cupy_
+
+    class ndarray:
+        def __init__(self, a, device=0):
+            self.shape, self.strides, self.dtype, self.data = a.shape, a.strides, a.dtype, SimpleNamespace(device_id=device)
+
+    monkeypatch.setattr(cupy_, "cupy", SimpleNamespace(ndarray=ndarray))
+    a, b = np.zeros((2, 3), np.float32), np.zeros(4, np.float16)
+    check = cupy_.same([ndarray(a), ndarray(b)])
+    assert check(ndarray(a + 1), ndarray(b))
+    for other in (a.T, a.astype(np.float16), a[:, ::2], a[:1]):
+        assert not check(ndarray(other), ndarray(b))
+    assert not check(ndarray(a, device=1), ndarray(b)) and not check(a, ndarray(b)) and not check(None, ndarray(b))

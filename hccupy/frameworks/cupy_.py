@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..arrays import Meta
@@ -46,9 +47,32 @@ def empty(shape: tuple[int, ...], dtype: Dtype, device: tuple[str, int], like: A
         raise OutOfMemoryError(f"CuPy could not allocate {dtype.name}{list(shape)}: {error}") from error
 
 
-def stream(device: int, like: Any) -> int:
+ADDRESS = "data.ptr"  # element 0's, of an array that `same` knows
+
+
+def same(arrays: Sequence[Any]) -> Callable[..., bool]:
+    """A function that tells whether other arrays have the type, shape, strides, dtype and device of these."""
+    known = [(type(a), a.shape, a.strides, a.dtype, a.data.device_id) for a in arrays]
+
+    def check(*others: Any) -> bool:
+        return known == [(type(a), a.shape, a.strides, a.dtype, a.data.device_id) if isinstance(a, cupy.ndarray) else None for a in others]
+
+    return check
+
+
+def beside(arrays: Sequence[Any], shape: tuple[int, ...], dtype: Dtype) -> tuple[int, Callable[[Any], Any]]:
+    """(j, make): make(arrays[j]) is a new array beside these."""
+    return 0, lambda like: empty(shape, dtype, ("cuda", 0), like)
+
+
+def current_stream(device: int) -> int:
     """Handle of CuPy's current stream on that device."""
     return cupy.cuda.get_current_stream(device).ptr  # type: ignore[no-any-return]
+
+
+def stream(device: int, like: Any) -> int:
+    """Handle of CuPy's current stream on that device."""
+    return current_stream(device)
 
 
 def to_numpy(array: Any) -> Any:
