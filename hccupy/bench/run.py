@@ -90,6 +90,13 @@ def outputs_for(spec: OpSpec, result: Any) -> dict[str, Any]:
     return {str(o.keyword): torch.empty_like(v) for o, v in named if o.keyword and v is not None}
 
 
+def standard(spec: OpSpec, case: Case) -> bool:
+    """Is this the model of the goals? Peers are timed there only; other sizes and layouts are about our own cliffs."""
+    model = next(c for c in spec.cases if c.name.startswith("bench"))
+    alike = [{k: v for k, v in c.axes.items() if k != "tokens"} for c in (case, model)]
+    return alike[0] == alike[1] and case.dtype == model.dtype and case.options.get("layout") == model.options.get("layout")
+
+
 def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bool, with_peers: bool, seen: set[Any]) -> list[dict[str, Any]]:
     """Verify one case and time ours, torch and peers. One record each."""
     host, device, index = inputs.make(spec, case)
@@ -124,7 +131,7 @@ def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bo
             records.append({**row, "op": f"{spec.name} ({name})", "peer": name})
 
     add("hccupy", [partial(function, **k, **o) for k, o in zip(sets, outs, strict=True)])
-    if with_peers:
+    if with_peers and standard(spec, case):
         for name, peer in {**peers.torch_peers(spec.name, compiled), **peers.hpc_peers(spec.name)}.items():
             add(name, [partial(peer, k) for k in sets[: 64 if "torch" in name else None]])
     return records
