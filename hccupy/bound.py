@@ -41,12 +41,20 @@ class BoundCall:
 
     def __call__(self, *arrays: Any, stream: Any = None) -> Any:
         """Run once. Raises ShapeError or LayoutError where an array is not like the example's."""
+        stream = self.override if stream is None else stream
         short = self.short.get(len(arrays))
         if short is not None:
-            result = short(self.override if stream is None else stream, *arrays)
+            result = short(stream, *arrays)
             if result is not repeat.MISS:
                 return result
-        return self._long(arrays, self.override if stream is None else stream)
+        elif not self.direct and self.binding.repeat is not None and len(arrays) <= len(self.arrays):  # outputs to allocate
+            given = self.given.copy()
+            for array, (i, *_) in zip(arrays, self.arrays, strict=False):
+                given[i] = array
+            result = self.binding.repeat(given, self.outs, stream)
+            if result is not repeat.MISS:
+                return result
+        return self._long(arrays, stream)
 
     def _long(self, arrays: tuple[Any, ...], stream: Any) -> Any:
         """The same with every array looked at by itself, and told why it is refused."""
@@ -66,10 +74,6 @@ class BoundCall:
                 expected = f"an address of the example's alignment ({align} mod 16)"
                 raise LayoutError(self._unlike(i, expected, f"{address & 15}", "Bind again."))
             pointers[k], given[i] = address, array
-        if not self.direct:  # outputs to allocate
-            result = repeat.again(self.op, given, self.outs, stream)
-            if result is not repeat.MISS:
-                return result
         result = self.binding(given, self.outs, pointers, stream)
         if self.served:
             self._learn(arrays)

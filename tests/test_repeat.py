@@ -11,7 +11,7 @@ import pytest
 
 import hccupy
 from hccupy import arrays, build, launch, repeat, run
-from hccupy.errors import ArgumentError, LayoutError
+from hccupy.errors import ArgumentError, LayoutError, ShapeError
 from hccupy.ops import REGISTRY
 
 from . import fakes
@@ -253,6 +253,9 @@ def test_bound_call_that_allocates(gpu):
     results = [bound(post()[0]) for _ in range(3)]
     assert len({address(r) for r in results}) == 3
     assert [a[3] for a in gpu.arguments] == [address(r) for r in results]
+    hccupy.ihc_post(*post(5))
+    with pytest.raises(ShapeError):  # remembered as a call of its own, but not what was bound
+        bound(*post(5))
 
 
 def test_torch_tells_tensors_apart():
