@@ -51,18 +51,20 @@ struct StreamCopy : Layout {
   __device__ __forceinline__ void load_tiles(const IhcArguments& a) const {
     const Source from(a, rank);
     const char* post = a.x + 2LL * rank * kColumns;
-    Turn turn, come;
+#pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
+      const Turn<kStages> turn(tile);
       const int first = this->tile_first(tile), count = this->tile_count(tile);
       if (tile == kInFlight) cluster_wait();  // not before: the first tiles need no peer
       // Memory serves all that is asked for alike: with every stage in flight the first tile comes when the last does.
       if (tile >= kInFlight) {
+        const Turn<kStages> come(tile - kInFlight);
         barrier_wait(&full[come.index], come.parity);
-        come.next(kStages);
       }
       char* stage = stages + turn.index * kStageBytes;
       Barrier* barrier = &full[turn.index];
       barrier_wait(&empty[turn.index], turn.parity ^ 1);
+      if (lane == 0) this->places[turn.index] = int2{first, count};
       const int token = lane / kHc, channel = lane % kHc;
       if constexpr (kVec == 8) {
         if (lane == 0) barrier_expect(barrier, count * (kHc + (kPost ? 1 : 0)) * kRowBytes);
@@ -86,19 +88,19 @@ struct StreamCopy : Layout {
         if (token < count) copy_word(h_in + (turn.index * kTileTokens + token) * kHc + channel, a.h_post + (first + token) * a.h_post_tokens + channel);
         copy_words_arrive(barrier);
       }
-      turn.next(kStages);
     }
     if (tiles <= kInFlight) cluster_wait();
   }
 
   __device__ __forceinline__ void store_posts(const IhcArguments& a) const {
     char* to = a.y + 2LL * rank * kColumns;
-    Turn turn;
+#pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
-      const long long first = this->tile_first(tile);
-      const int count = this->tile_count(tile);
+      const Turn<kStages> turn(tile);
       char* stage = stages + turn.index * kStageBytes;
       barrier_wait(&y_full[turn.index], turn.parity);
+      const long long first = this->places[turn.index].x;
+      const int count = this->places[turn.index].y;
       if constexpr (kVec == 8) {
         const int token = lane / kHc, channel = lane % kHc;
         if (token < count)
@@ -113,7 +115,6 @@ struct StreamCopy : Layout {
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(&empty[turn.index]);
-      turn.next(kStages);
     }
   }
 };
