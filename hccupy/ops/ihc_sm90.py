@@ -44,7 +44,7 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
         clusters = ceil_div(tokens, each)
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
         block = (hidden // 512 + 1) * 32
-        return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines={**defines, "kRanks": 16}, why=why), "cluster"
+        return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines=defines, why=why), "cluster"
     # Half of the clusters that fit, two tiles each, rather than all: the next grid stands beside this one and has its weights when
     # this one ends. 64 tokens 4.68 against 6.34, 96 5.36 against 6.65, 112 5.61 against 6.90 (post_pre 6.50 / 7.38, 7.45 / 8.01, 7.98 /
     # 8.53); a third tile (128) gains nothing. One tile each at 56 is 4.03, a kernel with everything in registers 4.20.
