@@ -5,10 +5,12 @@
 // | argument | shape                      | dtype |
 // | in       | [rows, kReads, kRow]       | uint4 |
 // | out      | [rows, kWrites, kRow]      | uint4 |
-// Baked: kReads (1..8), kWrites (0..8). With kWrites = 0 only a value that never occurs would be stored: a pure read. Rows of 12 KB,
-// as the operators' are: 5 reads and 4 writes reach 4.22 TB/s (each stream a stretch of memory of its own: 4.14).
-// Launch: grid = ceil(count / 256) with count = rows * kRow, 256 threads, no shared memory: one access a thread and stream. Persistent
-// blocks with 4 accesses in flight wait for all of them before they ask again: copy 3.82 against 4.24.
+// Baked: kReads (1..8), kWrites (0..8). With kWrites = 0 only a value that never occurs would be stored: a pure read.
+// Rows of 12 KB, as the operators' are: 5 reads and 4 writes reach 4.22 TB/s (each stream a stretch of memory of its
+// own: 4.14).
+// Launch: grid = ceil(count / 256) with count = rows * kRow, 256 threads, no shared memory: one access a
+// thread and stream. Persistent blocks with 4 accesses in flight wait for all of them before they ask again: copy 3.82
+// against 4.24.
 
 constexpr unsigned int kRow = 768;
 
