@@ -14,8 +14,8 @@
 // | h_post, h_post_next | [tokens, hc]         | float32      |  not for head
 //
 // Baked: hc (2, 4), hidden (a multiple of 1024), the dtypes, kVec (8: x, y, z, w 16-byte aligned in address and strides; 4, 2, 1:
-// elements an access of x and y may hold), kRanks (blocks of a cluster: 16 or 8). Bits depend on none of kVec and kRanks.
-// Launch: grid = kRanks * clusters with 8 * clusters >= tokens, block = (hidden / 32 / kRanks + 1) * 32, cluster kRanks,
+// elements an access of x and y may hold; the bits are the same).
+// Launch: grid = 16 * clusters with 8 * clusters >= tokens, block = (hidden / 512 + 1) * 32, cluster 16,
 // no dynamic shared memory. Tokens are split evenly over the clusters. With the programmatic attribute, w, scale and base are
 // fetched before the previous kernel ends.
 #include "common/sm90_ihc_baked.cuh"
@@ -24,43 +24,34 @@
 
 namespace hccupy {
 
-template <class Shape, int kRanks>
+template <class Shape>
 struct IhcCluster {
+  static constexpr int kRanks = 16;
   static constexpr int kWarps = Shape::kHidden / 32 / kRanks;  // each: one group of 32 columns, all channels
-  // The gates that are only returned: a warp of their own, or (where it would cost registers) one warp does both in turn.
-  static constexpr bool kGateWarp = kRanks == 16;
-  static constexpr int kThreads = (kWarps + kGateWarp) * 32;
+  static constexpr int kThreads = (kWarps + 1) * 32;  // and a warp for the gates that are only returned
   static constexpr int kBlocks = 1;  // an SM; two (72 registers) spill and win nothing
   static constexpr int kUnits = 2 * kWarps;
   static constexpr int kBlockChunks = kChunks / kRanks;
   static constexpr int kQuads = kPartials / 4;
-  static_assert(kRanks == 8 || kRanks == 16, "the combination tree is written for 8 and 16 blocks");
-  static_assert(kThreads <= 1024, "a block has at most 1024 threads: use 16 ranks");
+  // The lanes of a quad read slots that would lie a multiple of 32 banks apart: 0.05 to 0.15 us at 1 to 16 tokens.
+  static constexpr int kSlot = kPartials + 4, kNormSlot = kTileTokens + 2;
+  static constexpr int kNormSums = 4 * kTileTokens + 8;  // of a warp: by tokens and lanes of a quad
   static_assert(kBlockChunks * Shape::kChunkUnits == kUnits, "chunks tile the units of a block");
 
   // Sum over the ranks of this lane's quarter, then over the quarters: the tree that the stream kernel uses too.
   template <class Value, class Read>
   static __device__ __forceinline__ Value quarter(int t, Read read) {
-    const int rank = t * (kRanks / 4);
-    if constexpr (kRanks == 16) {
-      return Value{(read(rank) + read(rank + 1)) + (read(rank + 2) + read(rank + 3))};
-    } else {
-      return Value{read(rank) + read(rank + 1)};
-    }
-  }
-
-  static __device__ __forceinline__ float quad_sum(float value) {
-    value += __shfl_xor_sync(0xffffffffu, value, 1);
-    return value + __shfl_xor_sync(0xffffffffu, value, 2);
+    const int rank = 4 * t;
+    return Value{(read(rank) + read(rank + 1)) + (read(rank + 2) + read(rank + 3))};
   }
 
   static __device__ __forceinline__ void run(const IhcArguments& a) {
     constexpr int kHc = Shape::kHc, kXDtype = Shape::kXDtype;
     using Access = Octet<Shape::kVec>;
     __shared__ __align__(16) float partials[kUnits][kPartials];
-    __shared__ __align__(16) float slots[kRanks][kPartials];
-    __shared__ float norm_groups[Shape::kHasNorm ? kWarps : 1][kTileTokens];
-    __shared__ float norm_slots[Shape::kHasNorm ? kRanks : 1][kTileTokens];
+    __shared__ __align__(16) float slots[kRanks][kSlot];
+    __shared__ float norm_sums[Shape::kHasNorm ? kWarps : 1][kNormSums];
+    __shared__ float norm_slots[Shape::kHasNorm ? kRanks : 1][kNormSlot];
     __shared__ Barrier gates_full, norm_full;
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -94,12 +85,11 @@ struct IhcCluster {
     const int out = (has_columns ? 0 : kHc) + t;
     const GateScales scales = GateScales::of<kHc>(out, t < kHc && out < Shape::kUsedOutputs, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
     float norm_weights[8];
-    const auto load_norm_weights = [&] {
+    if constexpr (Shape::kHasNorm) {
       using N = Element<Shape::kNormDtype>;
 #pragma unroll
       for (int k = 0; k < 8; ++k) norm_weights[k] = has_columns ? N::to_float(static_cast<const typename N::Type*>(a.rms_weight)[column + k]) : 0.0f;
-    };
-    if constexpr (Shape::kHasNorm && kRanks == 16) load_norm_weights();
+    }
 
     // x may still be in the making: asking L2 for its lines consumes nothing, and warms the address translation.
     const long long token = first + g;
@@ -141,7 +131,6 @@ struct IhcCluster {
       }
     }
     __syncthreads();
-    if constexpr (Shape::kHasNorm && kRanks == 8) load_norm_weights();  // w has left its registers
     cluster_wait();
 
     // The block's chunks, then its tree; the lanes of a quad's chunks share the peers to tell.
@@ -178,7 +167,7 @@ struct IhcCluster {
       }
       dots = dots + shuffle_xor(dots, 1);
       dots = dots + shuffle_xor(dots, 2);
-      squares = quad_sum(squares);
+      squares = warp_tree<4>(squares);
       const int part = (base + t) & 3;
       const float dot = part == 0 ? dots.x : part == 1 ? dots.y : part == 2 ? dots.z : dots.w;
       return by.template gate<static_cast<int>(Shape::kDepth)>(dot, squares, a.norm_eps);
@@ -198,28 +187,33 @@ struct IhcCluster {
     reduce_channels<kXDtype, kHc>(x, h, z);
     if constexpr (Shape::kHasNorm) {
       if constexpr (Shape::kRoundBeforeNorm) unpack<kXDtype>(pack<kXDtype>(z), z);
-      norm_groups[warp][g] = quad_sum(octet_squares(z));
+      norm_sums[warp][lane] = octet_squares(z);
       __syncthreads();
-      if (threadIdx.x < kTileTokens * kRanks && static_cast<int>(threadIdx.x % kTileTokens) < count) {
-        const int i = threadIdx.x % kTileTokens, peer = threadIdx.x / kTileTokens;
-        const float sum = norm_block_sum<Shape>(kWarps, [&](int w) { return norm_groups[w][i]; });
-        store_peer(peer_address(shared_address(&norm_slots[rank][i]), peer), sum, peer_address(shared_address(&norm_full), peer));
+      // 16 lanes a token, as many as peers: lane 4 j + t has the octets t of warps j, j + 4, ...
+      if (threadIdx.x < kTileTokens * kRanks) {
+        const int token_of_tile = threadIdx.x / kRanks, peer = threadIdx.x % kRanks, run = peer >> 2;
+        const float* from = &norm_sums[run][4 * token_of_tile + t];
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; w += 4) {
+          if (w + 4 <= kWarps || w + run < kWarps) sum += from[w * kNormSums];
+        }
+        sum = warp_tree<kRanks>(sum);
+        if (token_of_tile < count)
+          store_peer(peer_address(shared_address(&norm_slots[rank][token_of_tile]), peer), sum, peer_address(shared_address(&norm_full), peer));
       }
       barrier_wait_cluster(&norm_full, 0);
-      const float sum = quad_sum(has_token ? quarter<float>(t, [&](int r) { return norm_slots[r][g]; }) : 0.0f);
+      const float sum = warp_tree<4>(has_token ? quarter<float>(t, [&](int r) { return norm_slots[r][g]; }) : 0.0f);
       const float inverse = norm_inverse<Shape::kHidden>(sum, a.rms_eps);
 #pragma unroll
       for (int k = 0; k < 8; ++k) z[k] = z[k] * inverse * norm_weights[k];
     }
     if (has_token) Access::store(a.z + 2 * (token * a.z_tokens + column), pack<kXDtype>(z));
-    if (!kGateWarp && Shape::kOp != kHead && rank == 0 && warp == 0) {
-      return_gates(gate_of(kHc, GateScales::of<kHc>(kHc + t, t < kHc, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps)));
-    }
   }
 };
 
 template <class Shape>
-using IhcKernel = IhcCluster<Shape, baked::ranks>;
+using IhcKernel = IhcCluster<Shape>;
 
 }  // namespace hccupy
 

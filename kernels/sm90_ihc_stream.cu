@@ -32,15 +32,6 @@ struct IhcStream {
   static constexpr int kThreads = Layout::kThreads, kBlocks = Layout::kBlocks;
   static constexpr int kMmaWarps = Layout::kMmaWarps, kApplyWarps = Layout::kApplyWarps;
 
-  template <class Role>
-  static __device__ __forceinline__ Role role(const IhcArguments& a) {
-    Role r;
-    r.place();
-    r.lane = threadIdx.x & 31;
-    r.deal(a.tokens);
-    return r;
-  }
-
   // No block barrier: the loader makes the barriers and asks for its first tiles at once, the mma warps ask for their weights at
   // once, and the cluster barrier tells everyone else that the barriers are there.
   // A block may end once its own tiles are done: every byte that peers send it has arrived by then.
@@ -50,57 +41,48 @@ struct IhcStream {
     if (warp < kMmaWarps) {
       take_registers<Layout::kMmaRegisters>();
       cluster_arrive();
-      role<StreamSums<Layout>>(a).multiply_tiles(a, warp);
+      StreamSums<Layout> r;
+      r.place();
+      r.lane = Layout::fresh_thread() & 31;
+      r.deal_tiles(a.tokens);
+      r.multiply_tiles(a, Layout::fresh_thread() >> 5);
     } else if (warp < kMmaWarps + kApplyWarps) {
       give_registers<Layout::kApplyRegisters>();
       cluster_arrive();
-      const auto r = role<StreamApply<Layout>>(a);
-      const int thread = threadIdx.x - kMmaWarps * 32;
+      StreamApply<Layout> r;
+      r.place();
+      r.lane = Layout::fresh_thread() & 31;
+      r.deal_tiles(a.tokens);
+      const int thread = Layout::fresh_thread() - kMmaWarps * 32;
       if constexpr (Shape::kHasNorm) r.load_norm_weight(a, thread);
       cluster_wait();
       wait_for_previous_grid();
       if constexpr (Shape::kHasNorm) {
-        r.apply_tiles_norm(a, thread);
+        r.apply_tiles_norm(a, thread >> 5);
       } else {
-        r.apply_tiles(a, thread);
+        r.apply_tiles(a, thread >> 5);
       }
     } else {
       give_registers<Layout::kHelperRegisters>();
-      const int helper = warp - kMmaWarps - kApplyWarps;
-      if (helper == 0) {
-        StreamCopy<Layout> r;
-        r.place();
-        r.lane = threadIdx.x & 31;
-        r.make_barriers();
-        cluster_arrive();
-        r.deal(a.tokens);
+      const int helper = (Layout::fresh_thread() >> 5) - kMmaWarps - kApplyWarps;
+      Layout at;
+      at.place();
+      at.lane = Layout::fresh_thread() & 31;
+      if (helper == 0) at.make_barriers();
+      cluster_arrive();
+      if (helper == 0 || helper == 3) {
+        StreamCopy<Layout> copy{at};
+        copy.deal(a.tokens);
+        if (helper == 3) copy.prefetch_tiles(a);
+        if (helper == 3) cluster_wait();
         wait_for_previous_grid();
-        r.load_tiles(a);
-      } else if (helper == 1) {
-        cluster_arrive();
-        const auto r = role<StreamSums<Layout>>(a);
-        cluster_wait();
-        wait_for_previous_grid();
-        r.make_gates(a);
-      } else if (Shape::kPost && helper == 2) {
-        cluster_arrive();
-        const auto r = role<StreamCopy<Layout>>(a);
-        cluster_wait();
-        wait_for_previous_grid();
-        r.store_posts(a);
+        if (helper == 0) copy.load_tiles(a);
       } else {
-        cluster_arrive();
-        if (helper == 3) role<StreamCopy<Layout>>(a).prefetch_tiles(a);
-        const auto r = role<StreamApply<Layout>>(a);
+        at.deal_tiles(a.tokens);
         cluster_wait();
-        if constexpr (Shape::kHasNorm && Shape::kPost) r.template norm_tiles<true, true>(a);
-        if constexpr (Shape::kHasNorm && !Shape::kPost) {
-          if (helper == 2) {
-            r.template norm_tiles<true, false>(a);
-          } else {
-            r.template norm_tiles<false, true>(a);
-          }
-        }
+        wait_for_previous_grid();
+        if (helper == 1) StreamSums<Layout>{at}.make_gates(a);
+        if (Shape::kPost && helper == 2) StreamCopy<Layout>{at}.store_posts(a);
       }
     }
   }

@@ -39,19 +39,20 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
         vec = min(vec, 4)
     defines = {"kOp": op, "kVec": vec}
     if tokens <= 32 and arch.clusters_of_16:
-        # pre at 8 tokens: 4 a cluster 2.63, 8 a cluster 3.11; at 16: 6 2.96, 8 3.17, 4 3.41 (with norm 3.47, 3.66, 3.86); at 32: 8 3.93.
+        # pre at 8 tokens: 4 a cluster 2.63, 8 a cluster 3.11; at 16: 6 2.96, 8 3.17, 4 3.41 (with norm 3.47, 3.66, 3.86).
         each = 4 if tokens <= 8 else 6 if tokens <= 18 else 8
         clusters = ceil_div(tokens, each)
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
         block = (hidden // 512 + 1) * 32
-        return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines={**defines, "kRanks": 16}, why=why), "cluster"
-    if op != 2 and hidden <= 6144 and tokens <= 8 * TILE:
-        # 64 tokens: 4.94 against 5.80 streamed (with norm 5.73 against 7.09); 128 streamed is 7.25. Wider rows and post_pre would spill.
-        clusters = ceil_div(tokens, TILE)
-        why = f"{clusters} clusters of 8 blocks, one tile each, weights and rows in registers"
-        return Launch((8 * clusters, 1, 1), (hidden // 8, 1, 1), cluster=8, pdl=True, defines={**defines, "kRanks": 8}, why=why), "cluster"
-    # post_pre at 64 tokens: 8 clusters of a whole tile 6.44, 15 clusters 7.84.
-    clusters = min(arch.clusters_of_8, ceil_div(tokens, TILE))
+        return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines=defines, why=why), "cluster"
+    # Half of the clusters that fit, two tiles each, rather than all: the next grid stands beside this one and has its weights when
+    # this one ends. 64 tokens 4.68 against 6.34, 96 5.36 against 6.65, 112 5.61 against 6.90 (post_pre 6.50 / 7.38, 7.45 / 8.01, 7.98 /
+    # 8.53); a third tile (128) gains nothing. One tile each at 56 is 4.03, a kernel with everything in registers 4.20.
+    half = arch.clusters_of_8 // 2
+    some = half if 0 < tokens <= 2 * TILE * half else arch.clusters_of_8
+    if op == 2 and b.has("rms_weight") and tokens <= TILE * (half + 1):
+        some = half + 1  # 64 tokens, two exchanges a tile: 7.27 in one tile each, 7.67 in two
+    clusters = min(some, arch.clusters_of_8, ceil_div(tokens, TILE))
     smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
     why = f"{clusters} persistent clusters of 8 blocks stream tiles of 8 tokens through shared memory, weights in registers"
     return Launch((8 * clusters, 1, 1), (512, 1, 1), smem, cluster=8, pdl=True, defines=defines, why=why), "stream"

@@ -245,23 +245,20 @@ __device__ __forceinline__ void reduce_channels(const uint4 (&x)[kHc], const flo
   }
 }
 
-// Folded norm: squares of 8 columns as two runs of 4; quads of lanes (a group of 32 columns) as a tree; the groups of a
-// 16th of the row in sequence; 16ths as a tree. `groups` is the number that this block holds: one or two 16ths.
+// Folded norm: squares of 8 columns as two runs of 4; every 16th octet of a 16th of the row as a run; those 16 runs, then the 16ths,
+// as a tree.
 __device__ __forceinline__ float octet_squares(const float (&z)[8]) {
   float low = __fmul_rn(z[0], z[0]), high = __fmul_rn(z[4], z[4]);
 #pragma unroll
   for (int k = 1; k < 4; ++k) low = fmaf(z[k], z[k], low), high = fmaf(z[4 + k], z[4 + k], high);
   return low + high;
 }
-template <class Shape, class Read>
-__device__ __forceinline__ float norm_block_sum(int groups, Read read) {
-  constexpr int kRun = Shape::kHidden / 512;
-  float sum = read(0);
-  for (int k = 1; k < kRun; ++k) sum += read(k);
-  if (groups == kRun) return sum;
-  float second = read(kRun);
-  for (int k = 1; k < kRun; ++k) second += read(kRun + k);
-  return sum + second;
+// Sum over groups of kLanes neighbouring lanes, from neighbours on.
+template <int kLanes>
+__device__ __forceinline__ float warp_tree(float value) {
+#pragma unroll
+  for (int mask = 1; mask < kLanes; mask *= 2) value += __shfl_xor_sync(0xffffffffu, value, mask);
+  return value;
 }
 
 // Approximate root: 2^-22 off, where the result is rounded to 16 bits; the precise one and its division cost 0.1 us at one token.

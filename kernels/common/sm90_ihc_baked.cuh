@@ -7,9 +7,6 @@ constexpr int op = kOp;  // 0 ihc_pre, 1 ihc_head, 2 ihc_post_pre
 constexpr int hc = kHc, hidden = kHidden, x_dtype = kXDtype, vec = kVec;
 constexpr bool has_rms_weight = kHasRmsWeight, round_before_norm = kRoundBeforeNorm;
 constexpr int rms_weight_dtype = kRmsWeightDtype;
-#ifdef kRanks
-constexpr int ranks = kRanks;
-#endif
 }  // namespace baked
 }  // namespace hccupy
 
@@ -28,4 +25,3 @@ constexpr int ranks = kRanks;
 #undef kHasRmsWeight
 #undef kRmsWeightDtype
 #undef kRoundBeforeNorm
-#undef kRanks

@@ -8,18 +8,11 @@ namespace hccupy {
 template <class Layout>
 struct StreamSums : Layout {
   using Shape = typename Layout::Shape;
-  using Layout::kHc, Layout::kXDtype, Layout::kPost, Layout::kRanks, Layout::kMmaWarps, Layout::kUnits, Layout::kRowBytes, Layout::kTokenBytes,
-      Layout::kPostBytes, Layout::kStages, Layout::kStageBytes, Layout::kSlots, Layout::kSlotBytes;
-  using Layout::stages, Layout::partials, Layout::slots, Layout::gates, Layout::h_in, Layout::rank, Layout::lane, Layout::tiles;
+  using Layout::kHc, Layout::kXDtype, Layout::kPost, Layout::kRanks, Layout::kMmaWarps, Layout::kUnits, Layout::kRowBytes,
+      Layout::kTokenBytes, Layout::kPostBytes, Layout::kStages, Layout::kStageBytes, Layout::kSlots, Layout::kSlotBytes;
+  using Layout::stages, Layout::partials, Layout::slots, Layout::gates, Layout::h_in, Layout::rank, Layout::lane, Layout::tiles, Layout::fresh_thread;
   using Layout::full, Layout::empty, Layout::y_full, Layout::gates_full, Layout::slot_full, Layout::partials_full, Layout::partials_empty;
   static constexpr int kUnitsAtOnce = Layout::kWeightRegisters <= 96 ? 3 : 1;
-
-  // Read anew (volatile): registers less from one tile to the next.
-  static __device__ __forceinline__ int fresh_thread() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-  }
 
   __device__ __forceinline__ void multiply_tiles(const IhcArguments& a, int warp) const {
     const int first_unit = (rank * kMmaWarps + warp) * kUnits;
@@ -97,20 +90,19 @@ struct StreamSums : Layout {
   }
 
   // The block's 8 chunks as a tree, told to all blocks of the cluster.
-  __device__ __forceinline__ void push_sums(int pair, int slot) const {
+  __device__ __forceinline__ void push_sums(int pair) const {
     constexpr int kQuads = kPartials / 4;
-    const int quad = lane < kQuads ? lane : kQuads - 1;
-    const float* from = partials + pair * kMmaWarps * kPartials + 4 * quad;
-    const auto chunk = [&](int k) { return *reinterpret_cast<const float4*>(from + k * kPartials); };
-    const float4 low = (chunk(0) + chunk(1)) + (chunk(2) + chunk(3));
-    const float4 sum = low + ((chunk(4) + chunk(5)) + (chunk(6) + chunk(7)));
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&partials_empty[pair]);
     if (lane < kQuads) {
-      const unsigned int to = shared_address(slots + (slot * kRanks + rank) * kPartials + 4 * quad), barrier = shared_address(&slot_full[slot]);
+      const float* from = partials + pair * kMmaWarps * kPartials + 4 * lane;
+      const auto chunk = [&](int k) { return *reinterpret_cast<const float4*>(from + k * kPartials); };
+      const float4 low = (chunk(0) + chunk(1)) + (chunk(2) + chunk(3));
+      const float4 sum = low + ((chunk(4) + chunk(5)) + (chunk(6) + chunk(7)));
+      const unsigned int to = shared_address(slots + (pair * kRanks + rank) * kPartials + 4 * lane), barrier = shared_address(&slot_full[pair]);
 #pragma unroll
       for (int peer = 0; peer < kRanks; ++peer) store_peer(peer_address(to, peer), sum, peer_address(barrier, peer));
     }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&partials_empty[pair]);
   }
 
   // Lane (g, t) has outputs 2t and 2t + 1 of token g.
@@ -119,13 +111,15 @@ struct StreamSums : Layout {
     const bool used = out < Shape::kUsedOutputs;
     const GateScales low = GateScales::of<kHc>(out, used, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
     const GateScales high = GateScales::of<kHc>(out + 1, used, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
-    Turn turn, slot, pair;
+#pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
+      const Turn<kStages> turn(tile);
+      const Turn<kSlots> pair(tile);
       barrier_wait(&partials_full[pair.index], pair.parity);
-      push_sums(pair.index, slot.index);
-      barrier_wait_cluster(&slot_full[slot.index], slot.parity);
-      if (lane == 0) barrier_expect(&slot_full[slot.index], kSlotBytes);
-      const float* from = slots + slot.index * kRanks * kPartials;
+      push_sums(pair.index);
+      barrier_wait_cluster(&slot_full[pair.index], pair.parity);
+      if (lane == 0) barrier_expect(&slot_full[pair.index], kSlotBytes);
+      const float* from = slots + pair.index * kRanks * kPartials;
       const auto dots = [&](int r) { return *reinterpret_cast<const float2*>(from + r * kPartials + g * kOutputs + out); };
       const auto square = [&](int r) { return from[r * kPartials + kTileTokens * kOutputs + g]; };
       const auto add = [](float2 x, float2 y) { return float2{x.x + y.x, x.y + y.y}; };
@@ -134,17 +128,15 @@ struct StreamSums : Layout {
       float squares = (square(0) + square(1)) + (square(2) + square(3));
       squares += (square(4) + square(5)) + (square(6) + square(7));
       const float first = low.template gate<static_cast<int>(Shape::kDepth)>(dot.x, squares, a.norm_eps);
+      const int2 place = this->places[turn.index];  // before the gates are told: then the stage may be loaded anew
       const float second = high.template gate<static_cast<int>(Shape::kDepth)>(dot.y, squares, a.norm_eps);
       if (out < kHc) *reinterpret_cast<float2*>(gates + (turn.index * kTileTokens + g) * kHc + out) = float2{first, second};
       __syncwarp();
       if (lane == 0) barrier_arrive(&gates_full[turn.index]);
-      if (Shape::kOp != kHead && rank == g && g < this->tile_count(tile) && out >= kHc && out < 2 * kHc) {
-        float* to = a.h_next + (this->tile_first(tile) + g) * a.h_next_tokens + out - kHc;
+      if (Shape::kOp != kHead && rank == g && g < place.y && out >= kHc && out < 2 * kHc) {
+        float* to = a.h_next + (place.x + g) * a.h_next_tokens + out - kHc;
         to[0] = first, to[1] = second;
       }
-      turn.next(kStages);
-      slot.next(kSlots);
-      pair.next(2);
     }
   }
 };
