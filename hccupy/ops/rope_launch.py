@@ -86,7 +86,7 @@ def shape_of(b: Bound, arch: Arch) -> Shape:
         if tokens <= rows * arch.sms and rows * stage <= arch.smem:
             return shape
     ring = 3 if 3 * stage <= arch.smem else 2
-    if stage <= 8192:
+    if stage <= 6144:
         return Shape(6, 15, EARLY_ROW, ring)
     return Shape(6, 20, EARLY_ROW, 4) if stage <= 16384 and not b.op.endswith("_fp8") else Shape(4, 18, EARLY_ROW, ring)
 
@@ -120,7 +120,7 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
     if s.ring:
         smem = s.ring * _stage_bytes(b)
         threads = 32 * (parts + 1)
-        warps = s.warps if threads > 128 and _lean(b) else min(s.warps, 16)  # four a scheduler have 128 registers
+        warps = s.warps if threads > 96 and _lean(b) else min(s.warps, 16)  # four a scheduler have 128 registers
         most = max(min(32 * warps // threads, arch.smem // (smem + 1024)), 1)
         grid, block = (max(min(max(tokens, ceil_div(more, parts)), most * arch.sms), 1), 1, 1), (threads, 1, 1)
     else:

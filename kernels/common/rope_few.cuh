@@ -16,8 +16,10 @@ template <class C>
 __device__ __forceinline__ void prefetch_weights(const RopeArgs<C>& a) {
   if constexpr (RotatedHeads<C>::normed) {
     const int byte = lane_index() * 128;
-    if (byte < C::dim * static_cast<int>(sizeof *a.q_weight)) prefetch_line(reinterpret_cast<const char*>(a.q_weight) + byte);
-    if (byte < C::dim * static_cast<int>(sizeof *a.k_weight)) prefetch_line(reinterpret_cast<const char*>(a.k_weight) + byte);
+    if (byte < C::dim * static_cast<int>(sizeof *a.q_weight))
+      prefetch_line(reinterpret_cast<const char*>(a.q_weight) + byte);
+    if (byte < C::dim * static_cast<int>(sizeof *a.k_weight))
+      prefetch_line(reinterpret_cast<const char*>(a.k_weight) + byte);
   }
 }
 
@@ -29,7 +31,8 @@ __device__ __forceinline__ void few_rows(const RopeArgs<C>& a) {
   constexpr bool kPaged = !(C::has_out_k && C::has_out_v);
   constexpr bool kGuess = (C::early & kEarlyGuess) != 0;
   const Metadata& m = a.metadata;
-  const long long warp = static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + warp_uniform(static_cast<int>(threadIdx.x) / 32);
+  const long long warp =
+      static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + warp_uniform(static_cast<int>(threadIdx.x) / 32);
   const long long row_warps = static_cast<long long>(m.tokens) * C::parts;
   if (warp >= row_warps) {
     wait_for_previous_grid();
@@ -40,7 +43,8 @@ __device__ __forceinline__ void few_rows(const RopeArgs<C>& a) {
   const int part = static_cast<int>(warp % C::parts);
   const bool computes = part < Share<C>::warps;
   const bool looks = Tail<C>::exists && part == C::parts - 1;
-  const Share<C> share(computes ? part : part - 1);  // one that only looks loads with the others: no branch between loads
+  const Share<C> share(computes ? part
+                                : part - 1);  // one that only looks loads with the others: no branch between loads
   const Guess guess(m, token);
   const auto* qkv = a.qkv + token * a.qkv_stride;
   const auto* first = share.first_of(qkv, share.first);

@@ -120,7 +120,9 @@ struct Guess {
   }
 
   // What this lane must see to know that the plain loop ends at `request`.
-  __device__ __forceinline__ int look(const Metadata& m) const { return middle > 0 ? load_fresh(m.q_index + middle) : 0; }
+  __device__ __forceinline__ int look(const Metadata& m) const {
+    return middle > 0 ? load_fresh(m.q_index + middle) : 0;
+  }
   __device__ __forceinline__ bool astray(int seen, int row) const { return middle > 0 && (seen <= row) != right; }
 };
 

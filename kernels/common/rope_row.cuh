@@ -98,7 +98,8 @@ struct RotatedHeads {
     return L::element(slot(k), which) - L::element(slot(0), 0);
   }
   // Where this lane's first chunk of a unit is in a row.
-  static __device__ __forceinline__ const typename RopeArgs<C>::In* first_of(const typename RopeArgs<C>::In* row, int unit) {
+  static __device__ __forceinline__ const typename RopeArgs<C>::In* first_of(const typename RopeArgs<C>::In* row,
+                                                                             int unit) {
     return row + head(unit) * C::dim + L::element(slot(0), 0);
   }
 
@@ -197,7 +198,8 @@ struct RotatedHeads {
   // What turns and scales a lane's elements, for all heads of a row with the same weights. Pair j of a slot is
   // (first(j), second(j)): partners of a rotation, or two elements that nothing rotates.
   //   norm, then rotate  first' = first a - second b, second' = second c + first d, of the elements before the norm
-  //                      (a, c: cosine times weight of first, second; d, b: sine times them); the head's gain comes last
+  //                      (a, c: cosine times weight of first, second; d, b: sine times them); the head's gain comes
+  //                      last
   //   rotate, then norm  a, b the cosine and the sine; c, d the weights
   //   no norm            a, b
   struct Turn {
@@ -266,7 +268,8 @@ struct RotatedHeads {
   }
 
   // x of a head, turned and weighted; what remains to multiply it by comes back.
-  static __device__ __forceinline__ float turn(const RopeArgs<C>& a, const Turn& t, float (&x)[L::per_lane][2][L::chunk]) {
+  static __device__ __forceinline__ float turn(const RopeArgs<C>& a, const Turn& t,
+                                               float (&x)[L::per_lane][2][L::chunk]) {
     float gain = 1.0f;
     if constexpr (C::policy == kNormThenRope) gain = gain_of(a, x);
 #pragma unroll
@@ -301,11 +304,11 @@ struct RotatedHeads {
 
   // Multiplies x of one head by its gain and, for fp8, quantises it; returns what it can be multiplied back with
   // (dynamic q).
-  static __device__ __forceinline__ float finish_values(const RopeArgs<C>& a, bool is_q, const Scales& scales, float gain,
-                                                        float (&x)[L::per_lane][2][L::chunk]) {
+  static __device__ __forceinline__ float finish_values(const RopeArgs<C>& a, bool is_q, const Scales& scales,
+                                                        float gain, float (&x)[L::per_lane][2][L::chunk]) {
     float scale = 0.0f;
     float factor = C::fp8 ? gain * (is_q ? scales.q : scales.k) : gain;
-    float zero = -0.0f;                             // leaves every product as it is
+    float zero = -0.0f;                     // leaves every product as it is
     if (C::dynamic_q && (mixed || is_q)) {  // not mixed: the same in all lanes
       float largest[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -396,8 +399,7 @@ struct RotatedHeads {
       for (int which = 0; which < 2; ++which)
         if (L::exists(slot(k), which))
           store_aligned<C::write_align, C::store_dtype, L::chunk>(
-              target.to + behind(k, which),
-              row.live ? StorePack::from_floats(x[k][which]) : StorePack::zeros());
+              target.to + behind(k, which), row.live ? StorePack::from_floats(x[k][which]) : StorePack::zeros());
   }
 };
 
@@ -415,7 +417,8 @@ struct Values {
 
   static __device__ __forceinline__ int chunk(int unit, int k) { return (unit * 2 + k) * 32 + lane_index(); }
 
-  static __device__ __forceinline__ const typename RopeArgs<C>::In* first_of(const typename RopeArgs<C>::In* row, int unit) {
+  static __device__ __forceinline__ const typename RopeArgs<C>::In* first_of(const typename RopeArgs<C>::In* row,
+                                                                             int unit) {
     return row + (C::q_heads + C::kv_heads) * C::dim + chunk(unit, 0) * 8;
   }
   template <class Load>

@@ -11,7 +11,6 @@
 #include "common/rope_units.cuh"
 #include "common/sm90_ptx.cuh"
 
-
 namespace hccupy {
 
 // A stage of the ring in shared memory: qkv, then the row of cos_sin.
@@ -163,8 +162,9 @@ __device__ __forceinline__ void finish_rows(const RopeArgs<C>& a, const RowRing<
     typename Rotated::Angles angles;
     Rotated::angles_of(reinterpret_cast<const float*>(ring.stage(i) + RowStage<C>::row_bytes), angles);
     uint4 raw[2];
-    share.template finish<false>(a, row, token, raw, angles, weights, scales,
-                                 [&](int unit, uint4(&to)[2]) { share.load_near(share.first_of(qkv, unit), unit, to); });
+    share.template finish<false>(a, row, token, raw, angles, weights, scales, [&](int unit, uint4(&to)[2]) {
+      share.load_near(share.first_of(qkv, unit), unit, to);
+    });
     if constexpr (Tail<C>::exists) {
       const Row done = ring.rows[stage].get();  // once more, so that no register holds it meanwhile
       const Tail<C> tail(a, done);

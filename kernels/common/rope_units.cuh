@@ -32,18 +32,22 @@ struct Share {
 #pragma unroll 1
     for (int unit = first + lane_index() / 8 * apart; unit < end; unit += 4 * apart) {
       const bool rotated = unit < Rotated::units;
-      const int start = rotated ? unit * Rotated::elements : (C::q_heads + C::kv_heads) * C::dim + (unit - Rotated::units) * V::elements;
+      const int start = rotated ? unit * Rotated::elements
+                                : (C::q_heads + C::kv_heads) * C::dim + (unit - Rotated::units) * V::elements;
       const int at = lane_index() % 8 * kLine;
-      if (at < (rotated ? Rotated::elements : V::elements) && start + at < row_elements) prefetch_line(row + start + at);
+      if (at < (rotated ? Rotated::elements : V::elements) && start + at < row_elements)
+        prefetch_line(row + start + at);
     }
   }
 
-  __device__ __forceinline__ void load_weights(const RopeArgs<C>& a, int unit, typename Rotated::Weights& weights) const {
+  __device__ __forceinline__ void load_weights(const RopeArgs<C>& a, int unit,
+                                               typename Rotated::Weights& weights) const {
     if (unit < Rotated::units) Rotated::load_weights(a, Rotated::head(unit) < C::q_heads, weights);
   }
 
   // Where this lane's part of a unit starts in a row.
-  __device__ __forceinline__ const typename RopeArgs<C>::In* first_of(const typename RopeArgs<C>::In* row, int unit) const {
+  __device__ __forceinline__ const typename RopeArgs<C>::In* first_of(const typename RopeArgs<C>::In* row,
+                                                                      int unit) const {
     return unit < Rotated::units ? Rotated::first_of(row, unit) : V::first_of(row, unit - Rotated::units);
   }
   __device__ __forceinline__ void load(const typename RopeArgs<C>::In* from, int unit, uint4 (&raw)[2]) const {
