@@ -1,7 +1,7 @@
 // How the units of a row are shared among its warps: some have q alone, whose weights they keep; the others k and v.
 #pragma once
 
-#include "common/rope_row.cuh"
+#include "common/rope_values.cuh"
 
 namespace hccupy {
 
