@@ -23,143 +23,21 @@
 //
 // Rows of no request, or with a bad position or page, write nothing to the caches, and zeros everywhere else.
 // tail zero: the row that is its request's last also clears the slots behind it in its page, unless a look at two of
-// them finds zeros (Tail in common/rope_row.cuh says when and why).
+// them finds zeros (common/rope_tail.cuh says when and why).
 //
 // Baked: heads, dims, dtypes, norm policy, rope style. Run time: tokens, requests, all lengths and strides of caches.
-// Launch: kParts warps share a row, in blocks of up to kThreads. A unit is 1 KB of qkv (common/rope_row.cuh).
-// kRing 0, few rows: tokens x kParts warps, kSteps units each, then further warps for the fp8 outputs: ceil(requests *
-// padded / 32) for q_scale in prefill with dynamic q, ceil(requests * kv_heads / 128) for split_k_flag.
-// kRing > 0, many rows (common/rope_stream.cuh): any number of blocks of kParts + 1 warps; ceil(units of q / kSteps)
-// warps for q, ceil(the other units / kSteps) for k and v; kRing stages of shared memory.
+// Launch: a unit is 1 KB of qkv (common/rope_row.cuh), a warp has up to kSteps units of a row.
+// kRing 0 (common/rope_few.cuh): tokens x kParts warps in blocks of up to kThreads, then further warps for the fp8
+// outputs: ceil(requests * padded / 32) for q_scale in prefill with dynamic q, ceil(requests * kv_heads / 128) for
+// split_k_flag.
+// kRing > 0 (common/rope_stream.cuh): any number of blocks of kParts + 1 warps, kRing stages of shared memory.
 // May be a dependent launch; kEarly (common/rope_row.cuh) says what is done before the previous grid has ended.
 
-#include "common/rope_row.cuh"
 #if kRing
 #include "common/rope_stream.cuh"
+#else
+#include "common/rope_few.cuh"
 #endif
-
-namespace hccupy {
-
-// ---- a few rows ---------------------------------------------------------------------------------------------
-
-template <class C>
-struct RowUnits {
-  using Rotated = RotatedHeads<C>;
-  using V = Values<C>;
-  static constexpr int count = Rotated::units + V::units;
-
-  static __device__ __forceinline__ void load(const RopeArgs<C>& a, int token, int unit, uint4 (&raw)[2]) {
-    if (unit < Rotated::units) {
-      Rotated::load(a, token, unit, raw);
-    } else if (unit < count) {
-      V::load(a, token, unit - Rotated::units, raw);
-    }
-  }
-
-  static __device__ __forceinline__ void prefetch(const RopeArgs<C>& a, int token, int unit) {
-    if (unit < Rotated::units) {
-      Rotated::prefetch(a, token, unit);
-    } else if (unit < count) {
-      V::prefetch(a, token, unit - Rotated::units);
-    }
-  }
-
-  static __device__ __forceinline__ void prefetch_tail(const RopeArgs<C>& a, const Row& row, int unit) {
-    if (unit < Rotated::units) {
-      if constexpr (!C::has_out_k) Rotated::prefetch_tail(a, row, unit);
-    } else if (unit < count) {
-      if constexpr (!C::has_out_v) V::prefetch_tail(a, row, unit - Rotated::units);
-    }
-  }
-};
-
-// Asks for what the row will need by the metadata as it is before the previous grid has ended. Only addresses come of
-// it.
-template <class C>
-__device__ __forceinline__ void look_ahead(const RopeArgs<C>& a, int token, int part, Guess& guess) {
-  const Metadata& m = a.metadata;
-  constexpr bool kPaged = !(C::has_out_k && C::has_out_v);
-  if (m.requests == 0) return;
-  Held held;
-  held.request = guess.request;
-  held.first = token;  // not looked up: the place does not matter here
-  held.end = load_fresh(m.q_index + guess.request + 1);
-  held.seq_len = load_fresh(m.seq_lens + guess.request);
-  const Row row = locate_row<kPaged, C::has_null>(m, held, Guess{}, token);
-  if (!row.placed) return;
-  guess.position = row.position;
-  RotatedHeads<C>::prefetch_angles(a, row.position);
-  if (!kPaged || !row.stored) return;
-  guess.column = row.position / m.block_size;
-  if (!C::tail_zero || !row.last || row.slot + 1 >= m.block_size) return;
-#pragma unroll
-  for (int step = 0; step < C::steps; ++step) RowUnits<C>::prefetch_tail(a, row, part + step * C::parts);
-}
-
-// A warp for every kParts-th unit of a row, all of them in flight at once.
-template <class C>
-__device__ __forceinline__ void few_rows(const RopeArgs<C>& a) {
-  using Rotated = RotatedHeads<C>;
-  using Units = RowUnits<C>;
-  static_assert(C::parts * C::steps >= Units::count, "the host must cover every q, k and v head");
-  constexpr bool kPaged = !(C::has_out_k && C::has_out_v);
-  const Metadata& m = a.metadata;
-  const long long warp = static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  const long long row_warps = static_cast<long long>(m.tokens) * C::parts;
-  if (warp >= row_warps) {
-    wait_for_previous_grid();
-    if constexpr (C::fp8) clear_more(a, warp - row_warps);
-    return;
-  }
-  const int token = static_cast<int>(warp / C::parts);
-  const int part = static_cast<int>(warp % C::parts);
-  Guess guess = guess_request(m, token);
-  if constexpr ((C::early & kEarlyRow) != 0) {
-    if constexpr (Rotated::normed) {
-      if (lane_index() * 128 < C::dim * static_cast<int>(sizeof *a.q_weight))
-        prefetch_line(a.q_weight + lane_index() * 128 / sizeof *a.q_weight);
-      if (lane_index() * 128 < C::dim * static_cast<int>(sizeof *a.k_weight))
-        prefetch_line(a.k_weight + lane_index() * 128 / sizeof *a.k_weight);
-    }
-#pragma unroll
-    for (int step = 0; step < C::steps; ++step) Units::prefetch(a, token, part + step * C::parts);
-  }
-  if constexpr ((C::early & kEarlyGuess) != 0) look_ahead(a, token, part, guess);
-  wait_for_previous_grid();
-
-  uint4 raw[C::steps][2];
-#pragma unroll
-  for (int step = 0; step < C::steps; ++step) Units::load(a, token, part + step * C::parts, raw[step]);
-  typename Rotated::Weights weights;
-  if (part < Rotated::units) Rotated::load_weights(a, Rotated::head(part) < C::q_heads, weights);
-  Scales scales = load_scales(a);
-  typename Rotated::Angles angles;
-  if constexpr ((C::early & kEarlyGuess) != 0) {
-    if (guess.position >= 0) Rotated::load_angles(a, guess.position, angles);
-    if (guess.column >= 0) guess.page = load_fresh(m.block_table + guess.request * m.block_table_stride + guess.column);
-  }
-  const Held held = hold_row(m, guess, token);
-  const Row row = locate_row<kPaged, C::has_null>(m, held, guess, token);
-  if (row.placed && row.position != guess.position) Rotated::load_angles(a, row.position, angles);
-  Rotated::add_offset(a, weights);
-  invert<C>(scales);
-#pragma unroll
-  for (int step = 0; step < C::steps; ++step) {
-    const int unit = part + step * C::parts;
-    const bool only_q = (step + 1) * C::parts <= Rotated::q_units;  // whichever the warp
-    if (only_q || unit < Rotated::units) {
-      if (step > 0 && !only_q) {
-        Rotated::load_weights(a, Rotated::head(unit) < C::q_heads, weights);
-        Rotated::add_offset(a, weights);
-      }
-      Rotated::finish(a, row, token, unit, only_q, raw[step], angles, weights, scales);
-    } else if (unit < Units::count) {
-      Values<C>::finish(a, row, token, unit - Rotated::units, raw[step], scales);
-    }
-  }
-}
-
-}  // namespace hccupy
 
 struct Config {
   static constexpr int qkv_dtype = kQkvDtype;

@@ -17,7 +17,7 @@
 // Launch: one warp per unit, blocks of up to kThreads; tokens x kParts units, requests x kParts for zero_kv_tail. May
 // be a dependent launch.
 
-#include "common/rope.cuh"
+#include "common/vectors.cuh"
 
 namespace hccupy {
 
@@ -105,10 +105,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   constexpr int kBytes = static_cast<int>(sizeof(Cache));
   const int first = seq_len - column * block_size;
   for (int slot = first + static_cast<int>(unit % kParts); slot < block_size; slot += kParts) {
-    hccupy::clear_vectors<kAccess, kKvHeads, kHeadDim * kBytes>(
+    hccupy::Vectors<kAccess, kKvHeads, kHeadDim * kBytes>::clear(
         reinterpret_cast<char*>(key_cache + page * key_cache_stride_num_blocks + slot * key_cache_stride_block_size),
         key_cache_stride_kv_heads * kBytes);
-    hccupy::clear_vectors<kAccess, kKvHeads, kVHeadDim * kBytes>(
+    hccupy::Vectors<kAccess, kKvHeads, kVHeadDim * kBytes>::clear(
         reinterpret_cast<char*>(value_cache + page * value_cache_stride_num_blocks +
                                 slot * value_cache_stride_block_size),
         value_cache_stride_kv_heads * kBytes);

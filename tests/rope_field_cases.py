@@ -452,6 +452,17 @@ def F4_nan_stays_nan(on: Adapter, rng: np.random.Generator) -> None:
     assert got.q_scale[0, 1, 0] == np.float32(largest) / np.float32(448) and raw(got.q[0, 1, 40]) == 0x7E
 
 
+def F4_nan_infinity_and_overflow_under_a_norm(on: Adapter, rng: np.random.Generator) -> None:
+    """A head with a NaN is NaN, one with an infinity is NaN there and zero elsewhere, one whose squares overflow is zero: no absmax is left."""
+    given = fp8(build(rng, lengths=(1,), new=(1,), policy="norm_then_rope"))
+    given["qkv"][0, 50], given["qkv"][0, 64 + 40], given["qkv"][0, 128:192] = NAN, np.inf, 3e38
+    got = quantised(on, given)
+    magnitude = raw(got.q[0]) & 0x7F
+    assert (magnitude[0] == 0x7F).all() and not magnitude[2].any()
+    assert np.flatnonzero(magnitude[1]).tolist() == [8, 40] and (magnitude[1, [8, 40]] == 0x7F).all()  # partners
+    assert (got.q_scale[0, :3, 0] == np.float32(1e-12) / np.float32(448)).all()
+
+
 def F7_device_scales_are_not_checked(on: Adapter, rng: np.random.Generator) -> None:
     """Documented: a scale of zero or below is used as it is; nothing is written out of place."""
     given = build(rng, lengths=(1,), new=(1,))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import hccupy
-from hccupy.ops import REGISTRY
+from hccupy import arch
+from hccupy.ops import REGISTRY, rope_launch
 from hccupy.spec import Case
 
 from . import ihc_checks as checks
 from .adapters import CPU
+from .rope_cases import dirty, raw
 from .simulated import simulate
 
 NUMPY = CPU[0]
@@ -105,3 +109,29 @@ def test_rope_and_store_kernels_sanitized(op, build, rng):
     cases = [c for o, c in ROPE if o == op]
     for case in cases[:: max(len(cases) // 3, 1)]:
         _same_as_reference(op, case, rng, seed=2, **build)
+
+
+SHAPES = {"few": (1, 16, 3, 0, 3), "few-2": (2, 16, 3, 0, 1), "row-a-block": (3, 18, 3, 1), "rows-ahead": (4, 18, 1, 3)}
+
+
+@pytest.mark.parametrize("op", ["rope_norm_store_kv", "rope_norm_store_kv_fp8"])
+@pytest.mark.parametrize("name", ["8-2-neox", "9-3-d64-interleaved"])
+def test_rope_kernels_of_sm90_give_the_same_bits(op, name, rng, monkeypatch):
+    """Every way rows are shared out on sm_90, guessed metadata and bulk copies included, on a chip of one multiprocessor; stale tails."""
+    spec = REGISTRY[op]
+    case = next(c for c in spec.cases if c.name == name)
+    given = spec.make_inputs(case, rng)
+    dirty(given)
+    monkeypatch.setattr(arch, "TABLE", tuple(replace(a, sms=1) for a in arch.TABLE))
+    monkeypatch.setattr(arch, "BY_NAME", {a.name: a for a in arch.TABLE})
+    want = None
+    for shape in (None, *SHAPES.values()):
+        with monkeypatch.context() as patch:
+            if shape:
+                patch.setattr(rope_launch, "shape_of", lambda b, a, shape=shape: rope_launch.Shape(*shape))
+            args = _copies(given)
+            got = [*simulate(spec, args, 1, "sm_90a" if shape else "sm_80"), args["key_cache"], args["value_cache"]]
+        got = [None if g is None else raw(np.ascontiguousarray(g)) for g in got]
+        want = want or got
+        for g, w in zip(got, want, strict=True):
+            assert (g is None and w is None) or np.array_equal(g, w), shape

@@ -157,14 +157,17 @@ def test_plans_are_legal_on_every_architecture(op, rng):
 
 @pytest.mark.parametrize("op", [n for n in OPS if any(a.name == "tokens" for a in REGISTRY[n].axes)])
 def test_few_binaries_whatever_the_token_count(op, rng):
-    """A server sees every prefill length: none of them may bring a compilation of its own."""
+    """A server sees every prefill length: none of them may bring a compilation of its own.
+
+    Six: rope has one for each of 1, 16, 64, 256 and 512 rows and one for all above. Any two of them put together cost a size 15 to 60 %.
+    """
     spec = REGISTRY[op]
     for case in small_cases(spec)[:2]:
         given = spec.make_inputs(case, rng)
         for target in (arch.named("sm_80"), arch.named("sm_90a")):
             counts = [*range(1, 100), 255, 256, 257, 300, 511, 1000, 1024, 4096, 5000, 16384, 100_000]
             plans = [plan.make(spec, bound_of(spec, given, tokens=n), target) for n in counts]
-            assert len({(p.source, p.entry, p.flags) for p in plans}) <= 4, case.name
+            assert len({(p.source, p.entry, p.flags) for p in plans}) <= 6, case.name
 
 
 @pytest.mark.parametrize("op", OPS)

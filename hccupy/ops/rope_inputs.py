@@ -173,13 +173,15 @@ def _bench() -> list[Case]:
     }  # fmt: skip
     for name, axes in shapes.items():
         main = name in ("64-8", "8-1")
-        for layout in ("dense", "packed", "interleaved", "head_major") if name == "64-8" else ("dense",):
+        for layout in ("dense", "packed", "interleaved", "head_major", "cross_layer") if name == "64-8" else ("dense",):
             label = name if layout == "dense" else f"{name}-{layout}"
             every = main and layout == "dense"
             for n in (1, 16, 64, 256) if every else (64,):
                 for length in (1041, 1025) if every else (1041,):  # mid-block, and the first slot of a block: the worst tail
                     options = {"mode": "decode", "layout": layout, "length": length, "new": (1,) * n, "lengths": (length,) * n}
                     rows.append(Case(f"bench-{label}-decode-{n}-at-{length}", axes, NORM, "bfloat16", options))
+                    if n == 256 and name == "64-8":  # what the tail costs
+                        rows.append(Case(f"bench-{label}-decode-{n}-keep-at-{length}", axes, {**NORM, "tail": "keep"}, "bfloat16", options))
             for n in (512, 4096, 16384) if every else (16384,):
                 new = (min(n, 4096),) * max(n // 4096, 1)
                 rows.append(Case(f"bench-{label}-prefill-{n}", axes, NORM, "bfloat16", {"mode": "prefill", "layout": layout, "new": new, "lengths": new}))

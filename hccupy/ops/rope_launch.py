@@ -46,12 +46,13 @@ def _blocks(units: int, arch: Arch) -> tuple[tuple[int, int, int], tuple[int, in
 
 
 class Shape(NamedTuple):
-    """How the warps share the work. steps: units a warp; warps: a multiprocessor; ring: rows in shared memory (0: none)."""
+    """How the warps share the work. steps: units a warp; warps: a multiprocessor; ring: rows of a block in shared memory (0: none)."""
 
     steps: int
     warps: int
     early: int = 0  # EARLY_..., 0: not a dependent launch
     ring: int = 0
+    block: int = 0  # warps of a block where there is no ring (0: by the number of warps)
 
     @property
     def pdl(self) -> bool:
@@ -61,27 +62,44 @@ class Shape(NamedTuple):
 
 # What a dependent launch does before the previous grid has ended: bits of kernels/common/rope_row.cuh.
 EARLY_ROW, EARLY_ALL = 1, 3
+# (rows a multiprocessor, Shape): from a row a block that has a multiprocessor for itself to four side by side.
+ROW_A_BLOCK = ((1, Shape(2, 11, EARLY_ALL, 1)), (2, Shape(3, 18, EARLY_ALL, 1)), (4, Shape(6, 20, EARLY_ALL, 1)))
+MOST_WARPS = 20  # of a multiprocessor: five a scheduler have 96 registers, which the arithmetic needs
 
 
 def shape_of(b: Bound, arch: Arch) -> Shape:
-    """Measured on an H200 (kernels/NOTES.md), in units a multiprocessor so that it carries over to other chips.
+    """Measured on an H200 (kernels/NOTES.md), in units or rows a multiprocessor so that it carries over to other chips.
 
-    Few rows are all latency: fewer, fuller warps let several dependent grids be on the machine at once, each fetching its rows
-    while those before it run; a single row is best spread out. Many rows: whole rows by bulk copies, few warps with many
-    registers (more rows at once are slower, though nothing spills).
+    A few units are all latency: a warp each, or two. More rows: a block a row, brought by a bulk copy and shared by as many warps as
+    registers allow. Many rows: persistent blocks, several rows ahead; wider shapes and fp8 need more warps, bf16 more rows ahead.
     """
     tokens, units = b.axes["tokens"], b.axes["tokens"] * sum(_units(b))
-    if arch.clusters:
-        if units <= arch.sms:
-            return Shape(1, 16, EARLY_ALL)
-        if units <= 40 * arch.sms:
-            return Shape(4, 16, EARLY_ALL)
-        stage = _stage_bytes(b) + 1024  # the barriers, and what the driver takes of each block
-        if b.aligned["qkv"] >= 16 and b.aligned["cos_sin"] >= 16 and b.axes["rotary_dim"] % 4 == 0 and 2 * stage <= arch.smem:
-            if tokens <= 4 * arch.sms and 4 * stage <= arch.smem:
-                return Shape(6, 20, EARLY_ROW, 1)  # every row has a block of its own, all at once
-            return Shape(6, 15, EARLY_ROW, 3 if 3 * stage <= arch.smem else 2)
-    return Shape(1, 16) if units <= 16 * arch.sms else Shape(4, 16)
+    if not arch.clusters:
+        return Shape(1, 16) if units <= 16 * arch.sms else Shape(4, 16)
+    if units <= arch.sms:
+        return Shape(1, 16, EARLY_ALL, block=3)
+    stage = _stage_bytes(b) + 1024  # the barriers, and what the driver takes of each block
+    bulk = b.aligned["qkv"] >= 16 and b.aligned["cos_sin"] >= 16 and b.axes["rotary_dim"] % 4 == 0
+    if units <= 5 * arch.sms or not (bulk and 2 * stage <= arch.smem):
+        return Shape(2, 16, EARLY_ALL, block=1) if units <= 5 * arch.sms else Shape(4, 16, EARLY_ALL if units <= 40 * arch.sms else 0)
+    for rows, shape in ROW_A_BLOCK:
+        if tokens <= rows * arch.sms and rows * stage <= arch.smem:
+            return shape
+    ring = 3 if 3 * stage <= arch.smem else 2
+    if stage <= 6144:
+        return Shape(6, 15, EARLY_ROW, ring)
+    return Shape(6, 20, EARLY_ROW, 4) if stage <= 16384 and not b.op.endswith("_fp8") else Shape(4, 18, EARLY_ROW, ring)
+
+
+def _lean(b: Bound) -> bool:
+    """Do 96 registers suffice? Idle lanes, units of q and k, dims that nothing rotates and a bound of fp8 take a few more."""
+    dim = b.axes["head_dim"]
+    return dim in (128, 256) and b.axes["rotary_dim"] == dim and b.axes["q_heads"] % _heads_per_warp(b) == 0 and b.scalars.get("upper_max") is None
+
+
+def _parts(b: Bound, steps: int) -> int:
+    """Warps that compute a row: some for q alone, some for k and v (Share of kernels/common/rope_units.cuh)."""
+    return sum(ceil_div(n, steps) for n in _units(b))
 
 
 def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
@@ -90,7 +108,9 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
     tokens, requests = a["tokens"], a["requests"]
     fp8 = b.op.endswith("_fp8")
     s = shape or shape_of(b, arch)
-    only_q, others = _units(b)
+    while s.ring and _parts(b, s.steps) >= MOST_WARPS:  # 160 heads or more
+        s = s._replace(steps=s.steps + 1)
+    parts = _parts(b, s.steps)
     more = 0
     if fp8:
         more += ceil_div(requests * a["kv_heads"], FLAGS_PER_WARP)
@@ -98,19 +118,21 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
             more += requests * padded(b.scalars["max_q_len"]) // 32
     smem = 0
     if s.ring:
-        parts = ceil_div(only_q, s.steps) + ceil_div(others, s.steps)
         smem = s.ring * _stage_bytes(b)
         threads = 32 * (parts + 1)
-        most = max(min(32 * s.warps // threads, arch.smem // (smem + 1024)), 1)
+        warps = s.warps if threads > 96 and _lean(b) else min(s.warps, 16)  # four a scheduler have 128 registers
+        most = max(min(32 * warps // threads, arch.smem // (smem + 1024)), 1)
         grid, block = (max(min(max(tokens, ceil_div(more, parts)), most * arch.sms), 1), 1, 1), (threads, 1, 1)
     else:
-        parts = ceil_div(only_q + others, s.steps)
+        # The tail is looked at by a warp of its own where warps have little to do.
+        parts += int(s.steps < 4 and b.scalars["tail"] == "zero" and not (b.has("out_k") and b.has("out_v")))
         threads = THREADS
-        most = max(32 * s.warps // threads, 1)
-        grid, block = _blocks(tokens * parts + more, arch)
+        most = 1 if s.block else max(32 * s.warps // threads, 1)
+        warps = tokens * parts + more
+        grid, block = ((max(ceil_div(warps, s.block), 1), 1, 1), (32 * s.block, 1, 1)) if s.block else _blocks(warps, arch)
     written = [b.aligned[n] for n in ("q", "key_cache", "value_cache", "out_k", "out_v") if n in b.aligned]
     weights = [b.aligned[n] for n in ("q_norm_weight", "k_norm_weight") if n in b.aligned]
-    how = f"rows by bulk copies, {s.ring} a block" if s.ring else f"{s.steps} KB in flight each"
+    how = f"rows by bulk copies, {s.ring} a block" if s.ring else f"{s.steps} KB each"
     return Launch(
         grid,
         block,

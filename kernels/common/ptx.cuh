@@ -29,6 +29,36 @@ __device__ __forceinline__ float float_from_bits(unsigned int bits) {
 #endif
 }
 
+// Works the value out here: the compiler neither repeats that in a loop behind nor puts it off.
+__device__ __forceinline__ void settle(float& value) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+f"(value));
+#else
+  (void)value;
+#endif
+}
+
+template <typename T>
+__device__ __forceinline__ void settle(const T*& address) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+l"(address));
+#else
+  (void)address;
+#endif
+}
+
+// ---- 1 / x, to an ulp; x and the result are normal numbers ---------------------------------------------------
+
+__device__ __forceinline__ float fast_reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return 1.0f / x;
+#endif
+}
+
 // ---- float32 <-> 16-bit floats, round to nearest even ------------------------------------------------------
 
 __device__ __forceinline__ float bf16_to_float(unsigned short bits) {

@@ -1,11 +1,14 @@
-// Many rows, on sm_90 and newer: bulk copies bring whole rows of qkv into shared memory, C::ring rows ahead.
+// From a row a multiprocessor on, on sm_90 and newer: bulk copies bring whole rows of qkv into shared memory, C::ring
+// rows ahead. With as many blocks as rows, and a ring of 1, nothing but the row's arithmetic follows the copy.
 //
 // A block has C::parts warps that compute, and one that loads: for each row of the block it starts the copies of the
 // row and of its angles, works out where K and V go, and hands all of that over by a barrier. So no warp that computes
 // ever waits for metadata, and what is in flight does not depend on registers.
 #pragma once
 
-#include "common/rope_row.cuh"
+#include "common/rope_fp8.cuh"
+#include "common/rope_tail.cuh"
+#include "common/rope_units.cuh"
 #include "common/sm90_ptx.cuh"
 
 namespace hccupy {
@@ -57,55 +60,55 @@ struct RowRing {
   __device__ __forceinline__ char* stage(unsigned int at) const { return stages + at % C::ring * RowStage<C>::bytes; }
 };
 
-// The tail behind a row (Tail in common/rope_row.cuh), by one warp for all heads.
-template <class C>
-__device__ __forceinline__ void clear_tail(const RopeArgs<C>& a, const Row& row) {
-  using Store = typename RopeArgs<C>::Store;
-  const int behind = a.metadata.block_size - 1 - row.slot;
-  if (!C::tail_zero || !row.stored || !row.last || behind <= 0) return;
-  const auto keys = [&](int slot) { return a.at(a.key_cache, a.key, row.page, slot, 0); };
-  const auto values = [&](int slot) { return a.at(a.value_cache, a.value, row.page, slot, 0); };
-  unsigned int found = 0;
-  if (row.place < row.slot) {
-#pragma unroll 1
-    for (int slot = row.slot + 1;; slot = row.slot + behind) {
-      if constexpr (!C::has_out_k)
-        found |= bits_of_vectors<C::write_align, C::kv_heads, C::dim * sizeof(Store)>(keys(slot),
-                                                                                      a.key.head * sizeof(Store));
-      if constexpr (!C::has_out_v)
-        found |= bits_of_vectors<C::write_align, C::kv_heads, C::v_dim * sizeof(Store)>(values(slot),
-                                                                                        a.value.head * sizeof(Store));
-      if (slot == row.slot + behind) break;
-    }
-    if (!__any_sync(kFullMask, found != 0)) return;
-  }
-#pragma unroll 1
-  for (int slot = row.slot + 1; slot <= row.slot + behind; ++slot) {
-    if constexpr (!C::has_out_k)
-      clear_vectors<C::write_align, C::kv_heads, C::dim * sizeof(Store)>(reinterpret_cast<char*>(keys(slot)),
-                                                                         a.key.head * sizeof(Store));
-    if constexpr (!C::has_out_v)
-      clear_vectors<C::write_align, C::kv_heads, C::v_dim * sizeof(Store)>(reinterpret_cast<char*>(values(slot)),
-                                                                           a.value.head * sizeof(Store));
-  }
-}
-
-// The loading warp. Row number i of the block takes stage i % C::ring.
+// The loading warp. Row number i of the block takes stage i % C::ring. What it does before the previous grid has ended
+// is for the first rows: their qkv and, with kEarlyGuess, what the first one's metadata point to as they are then.
 template <class C>
 __device__ __forceinline__ void load_rows(const RopeArgs<C>& a, const RowRing<C>& ring) {
   using Stage = RowStage<C>;
+  using Rotated = RotatedHeads<C>;
   constexpr bool kPaged = !(C::has_out_k && C::has_out_v);
+  constexpr bool kGuess = (C::early & kEarlyGuess) != 0;
   const Metadata& m = a.metadata;
   const int stride = static_cast<int>(gridDim.x);
   const bool leads = lane_index() == 0;
   const auto copy_row = [&](unsigned int i, long long token) {
     if (leads) bulk_load(ring.stage(i), a.qkv + token * a.qkv_stride, Stage::row_bytes, ring.full + i % C::ring);
   };
+  Held held;
+  Row row;
+  bool known = false;  // of the first row
+  const int first = static_cast<int>(blockIdx.x);
+  const Guess guess(m, first);
+  if constexpr ((C::early & kEarlyRow) != 0) {
+#pragma unroll 1
+    for (int i = 0; i < C::ring; ++i) {
+      const long long token = blockIdx.x + static_cast<long long>(i) * stride;
+#pragma unroll 1
+      for (int byte = lane_index() * 128; byte < Stage::row_bytes && token < m.tokens; byte += 32 * 128)
+        prefetch_line(reinterpret_cast<const char*>(a.qkv + token * a.qkv_stride) + byte);
+    }
+  }
+  if (kGuess && first < m.tokens) {
+    held = read_held(m, guess.request);
+    row = place_row<kPaged>(m, held, first);
+    put_page<C::has_null>(m, read_page(m, row), row);
+    if (row.placed) Rotated::prefetch_angles(a, row.position);
+    const Tail<C> tail(a, row);
+    if (tail.to_look_at()) tail.prefetch();
+  }
+  wait_for_previous_grid();
+#pragma unroll 1
   for (unsigned int i = 0; i < C::ring; ++i) {
     const long long token = blockIdx.x + static_cast<long long>(i) * stride;
     if (token < m.tokens) copy_row(i, token);
   }
-  Held held;
+  if (kGuess && first < m.tokens) {
+    const Held now = read_held(m, guess.request);
+    const int page = read_page(m, row);
+    const int middle = guess.look(m);
+    known = now == held && page == row.page && row.request >= 0 && !__any_sync(kFullMask, guess.astray(middle, first));
+    if (!known) held.request = -1;
+  }
   unsigned int i = 0;
 #pragma unroll 1
   for (long long at = blockIdx.x; at < m.tokens; at += stride, ++i) {
@@ -115,8 +118,12 @@ __device__ __forceinline__ void load_rows(const RopeArgs<C>& a, const RowRing<C>
       barrier_wait(ring.empty + stage, (i / C::ring - 1) & 1);
       copy_row(i, token);
     }
-    if (held.request < 0 || token >= held.end) held = hold_row(m, guess_request(m, token), token);
-    const Row row = locate_row<kPaged, C::has_null>(m, held, Guess{}, token);
+    if (!known) {
+      if (held.request < 0 || token >= held.end) held = hold_row(m, Guess(m, token), token);
+      row = place_row<kPaged>(m, held, token);
+      put_page<C::has_null>(m, read_page(m, row), row);
+    }
+    known = false;
     if (leads) {
       ring.rows[stage].put(row);
       const bool angles = row.placed && Stage::angle_bytes > 0;
@@ -127,27 +134,21 @@ __device__ __forceinline__ void load_rows(const RopeArgs<C>& a, const RowRing<C>
       barrier_expect(ring.full + stage, Stage::row_bytes + (angles ? Stage::angle_bytes : 0));
     }
     __syncwarp();
-    clear_tail(a, row);
+    if constexpr (Tail<C>::exists) {
+      const Tail<C> tail(a, row);
+      if (tail.to_look_at() && __any_sync(kFullMask, tail.look() != 0)) tail.clear(0, 1);
+    }
   }
 }
 
-// Warp `part` of those that compute. Some have only q, whose weights they keep; the others k and v.
+// Warp `part` of those that compute.
 template <class C>
 __device__ __forceinline__ void finish_rows(const RopeArgs<C>& a, const RowRing<C>& ring, int part) {
   using Rotated = RotatedHeads<C>;
-  using V = Values<C>;
-  constexpr int kQWarps = (Rotated::q_units + C::steps - 1) / C::steps;
-  constexpr int kOthers = Rotated::units - Rotated::q_units + V::units;
-  static_assert((C::parts - kQWarps) * C::steps >= kOthers, "the host must cover every k and v head");
-  const bool only_q = part < kQWarps;
-  const int first = only_q ? part : Rotated::q_units + part - kQWarps;
-  const int apart = only_q ? kQWarps : C::parts - kQWarps;
-  const int end = only_q ? Rotated::q_units : Rotated::units + V::units;
-  typename Rotated::Weights weights;
-  Rotated::load_weights(a, only_q, weights);
-  Rotated::add_offset(a, weights);
+  static_assert(C::parts == Share<C>::warps, "the host must count the warps of a row likewise");
+  const Share<C> share(part);
   Scales scales = load_scales(a);
-  invert<C>(scales);
+  if (!share.only_q) invert<C>(scales);
   unsigned int i = 0;
 #pragma unroll 1
   for (long long at = blockIdx.x; at < a.metadata.tokens; at += gridDim.x, ++i) {
@@ -156,31 +157,18 @@ __device__ __forceinline__ void finish_rows(const RopeArgs<C>& a, const RowRing<
     barrier_wait(ring.full + stage, i / C::ring & 1);
     const Row row = ring.rows[stage].get();
     const auto* qkv = reinterpret_cast<const typename RopeArgs<C>::In*>(ring.stage(i));
+    typename Rotated::Weights weights;  // read anew for each row, from L1: 16 registers less between rows
+    share.load_weights(a, share.first, weights);
     typename Rotated::Angles angles;
     Rotated::angles_of(reinterpret_cast<const float*>(ring.stage(i) + RowStage<C>::row_bytes), angles);
-    if (only_q) {
-#pragma unroll 1
-      for (int unit = first; unit < end; unit += apart) {
-        uint4 raw[2];
-        Rotated::raw_of(qkv, unit, raw);
-        Rotated::finish(a, row, token, unit, true, raw, angles, weights, scales);
-      }
-    } else {
-#pragma unroll 1
-      for (int unit = first; unit < end; unit += apart) {
-        uint4 raw[2];
-        if (unit < Rotated::units) {
-          if (Rotated::mixed) {
-            Rotated::load_weights(a, Rotated::head(unit) < C::q_heads, weights);
-            Rotated::add_offset(a, weights);
-          }
-          Rotated::raw_of(qkv, unit, raw);
-          Rotated::finish(a, row, token, unit, false, raw, angles, weights, scales);
-        } else {
-          V::raw_of(qkv, unit - Rotated::units, raw);
-          V::finish(a, row, token, unit - Rotated::units, raw, scales);
-        }
-      }
+    uint4 raw[2];
+    share.template finish<false>(a, row, token, raw, angles, weights, scales, [&](int unit, uint4(&to)[2]) {
+      share.load_near(share.first_of(qkv, unit), unit, to);
+    });
+    if constexpr (Tail<C>::exists) {
+      const Row done = ring.rows[stage].get();  // once more, so that no register holds it meanwhile
+      const Tail<C> tail(a, done);
+      if (tail.behind > 0 && tail.fresh()) tail.clear(part, C::parts);  // one warp alone takes 20 us for a page
     }
     __syncwarp();
     if (lane_index() == 0) barrier_arrive(ring.empty + stage);
@@ -198,24 +186,16 @@ __device__ __forceinline__ void many_rows(const RopeArgs<C>& a) {
     fence_barrier_init();
   }
   __syncthreads();
-  const int part = static_cast<int>(threadIdx.x) / 32;
-  if constexpr ((C::early & kEarlyRow) != 0) {
-    if (part == C::parts) {
-      for (int i = 0; i < C::ring; ++i) {
-        const long long token = blockIdx.x + static_cast<long long>(i) * gridDim.x;
-        for (int at = lane_index() * 64; at * 2 < RowStage<C>::row_bytes && token < a.metadata.tokens; at += 32 * 64)
-          prefetch_line(a.qkv + token * a.qkv_stride + at);
-      }
-    }
-  }
-  wait_for_previous_grid();
+  const int part = warp_uniform(static_cast<int>(threadIdx.x) / 32);
   if (part == C::parts) {
     load_rows(a, ring);
     return;
   }
+  wait_for_previous_grid();
   if constexpr (C::fp8) {
     const long long more = more_units(a);
     const long long warps = static_cast<long long>(gridDim.x) * C::parts;
+#pragma unroll 1
     for (long long unit = static_cast<long long>(blockIdx.x) * C::parts + part; unit < more; unit += warps)
       clear_more(a, unit);
   }

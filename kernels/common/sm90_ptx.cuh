@@ -1,12 +1,16 @@
 // Instructions that only sm_90a has (clusters, bulk copies, transaction barriers), and the mma forms of the iHC kernels.
 //
-// One function an instruction; a comment where the ordering rule is not plain from the name. The simulator does not
-// run these kernels, so there are no portable twins here.
+// One function an instruction; a comment where the ordering rule is not plain from the name. Portable twins, for the
+// simulator, of what the rope kernels need: barriers and bulk loads.
 #pragma once
 
 #include "common/ptx.cuh"
 
 namespace hccupy {
+
+using Barrier = unsigned long long;
+
+#ifdef __CUDA_ARCH__
 
 __device__ __forceinline__ unsigned int shared_address(const void* pointer) {
   return static_cast<unsigned int>(__cvta_generic_to_shared(pointer));
@@ -30,8 +34,6 @@ __device__ __forceinline__ unsigned int peer_address(unsigned int address, unsig
 }
 
 // ---- transaction barriers -------------------------------------------------------------------------------------
-
-using Barrier = unsigned long long;
 
 __device__ __forceinline__ void barrier_init(Barrier* barrier, unsigned int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -155,5 +157,45 @@ __device__ __forceinline__ void mma_16x8x8(float (&sum)[4], unsigned int a0, uns
         : "r"(a0), "r"(a1), "r"(b0));
   }
 }
+
+#else
+
+// A barrier in 64 bits. Copies are done at once, so their bytes may be counted before they are expected.
+struct BarrierState {
+  int bytes;
+  short pending;
+  unsigned char arrivals, phase;
+};
+inline BarrierState barrier_state(const Barrier* barrier) {
+  BarrierState state;
+  memcpy(&state, barrier, sizeof state);
+  return state;
+}
+inline void barrier_change(Barrier* barrier, int arrived, int bytes) {
+  BarrierState state = barrier_state(barrier);
+  state.pending -= arrived;
+  state.bytes += bytes;
+  if (state.pending == 0 && state.bytes == 0) {
+    state.phase ^= 1;
+    state.pending = state.arrivals;
+  }
+  memcpy(barrier, &state, sizeof state);
+}
+inline void barrier_init(Barrier* barrier, unsigned int arrivals) {
+  const BarrierState state{0, static_cast<short>(arrivals), static_cast<unsigned char>(arrivals), 0};
+  memcpy(barrier, &state, sizeof state);
+}
+inline void fence_barrier_init() {}
+inline void barrier_arrive(Barrier* barrier) { barrier_change(barrier, 1, 0); }
+inline void barrier_expect(Barrier* barrier, unsigned int bytes) { barrier_change(barrier, 1, static_cast<int>(bytes)); }
+inline void barrier_wait(Barrier* barrier, unsigned int parity) {
+  while (barrier_state(barrier).phase == parity) __nanosleep(1);  // lets other threads run
+}
+inline void bulk_load(void* to, const void* from, unsigned int bytes, Barrier* barrier) {
+  memcpy(to, from, bytes);
+  barrier_change(barrier, 0, -static_cast<int>(bytes));
+}
+
+#endif
 
 }  // namespace hccupy

@@ -1,0 +1,105 @@
+// How the units of a row are shared among its warps: some have q alone, whose weights they keep; the others k and v.
+#pragma once
+
+#include "common/rope_values.cuh"
+
+namespace hccupy {
+
+template <class C>
+struct Share {
+  using Rotated = RotatedHeads<C>;
+  using V = Values<C>;
+  static constexpr int units = Rotated::units + V::units;
+  static constexpr int q_warps = (Rotated::q_units + C::steps - 1) / C::steps;
+  static constexpr int kv_warps = (units - Rotated::q_units + C::steps - 1) / C::steps;
+  static constexpr int warps = q_warps + kv_warps;
+  static constexpr int row_elements = (C::q_heads + C::kv_heads) * C::dim + C::kv_heads * C::v_dim;
+
+  // Unit first, first + apart, ... before end.
+  bool only_q;
+  int first, apart, end;
+
+  __device__ __forceinline__ explicit Share(int part) {
+    only_q = part < q_warps;
+    first = only_q ? part : Rotated::q_units + part - q_warps;
+    apart = only_q ? q_warps : kv_warps;
+    end = only_q ? Rotated::q_units : units;
+  }
+
+  // Asks for its part of a row in L2: eight lanes a unit.
+  __device__ __forceinline__ void prefetch(const typename RopeArgs<C>::In* row) const {
+    constexpr int kLine = 128 / static_cast<int>(sizeof *row);
+#pragma unroll 1
+    for (int unit = first + lane_index() / 8 * apart; unit < end; unit += 4 * apart) {
+      const bool rotated = unit < Rotated::units;
+      const int start = rotated ? unit * Rotated::elements
+                                : (C::q_heads + C::kv_heads) * C::dim + (unit - Rotated::units) * V::elements;
+      const int at = lane_index() % 8 * kLine;
+      if (at < (rotated ? Rotated::elements : V::elements) && start + at < row_elements)
+        prefetch_line(row + start + at);
+    }
+  }
+
+  __device__ __forceinline__ void load_weights(const RopeArgs<C>& a, int unit,
+                                               typename Rotated::Weights& weights) const {
+    if (unit < Rotated::units) Rotated::load_weights(a, Rotated::head(unit) < C::q_heads, weights);
+  }
+
+  // Where this lane's part of a unit starts in a row.
+  __device__ __forceinline__ const typename RopeArgs<C>::In* first_of(const typename RopeArgs<C>::In* row,
+                                                                      int unit) const {
+    return unit < Rotated::units ? Rotated::first_of(row, unit) : V::first_of(row, unit - Rotated::units);
+  }
+  __device__ __forceinline__ void load(const typename RopeArgs<C>::In* from, int unit, uint4 (&raw)[2]) const {
+    if (unit < Rotated::units) {
+      Rotated::raw_by(from, unit, raw, [](const auto* at) {
+        return load_aligned<C::read_align, C::qkv_dtype, C::Lanes::chunk, Cached::kOnce>(at);
+      });
+    } else {
+      V::raw_by(from, unit - Rotated::units, raw,
+                [](const auto* at) { return load_aligned<C::read_align, C::qkv_dtype, 8, Cached::kOnce>(at); });
+    }
+  }
+  // The same from shared memory.
+  __device__ __forceinline__ void load_near(const typename RopeArgs<C>::In* from, int unit, uint4 (&raw)[2]) const {
+    if (unit < Rotated::units) {
+      Rotated::raw_by(from, unit, raw, [](const auto* at) { return Rotated::InPack::load(at); });
+    } else {
+      V::raw_by(from, unit - Rotated::units, raw, [](const auto* at) { return V::InPack::load(at); });
+    }
+  }
+
+  // All its units of a row. `raw`: the first, if kAhead; load(unit, raw) brings the others, a unit ahead.
+  template <bool kAhead, class Load>
+  __device__ __forceinline__ void finish(const RopeArgs<C>& a, const Row& row, int token, uint4 (&raw)[2],
+                                         const typename Rotated::Angles& angles, typename Rotated::Weights& weights,
+                                         const Scales& scales, Load load_unit) const {
+    typename Rotated::Turn turn;
+    Rotated::prepare(a, angles, weights, turn);
+    typename Rotated::Target target = Rotated::target(a, row, token, first, apart, only_q);
+#pragma unroll 1
+    for (int unit = first; unit < end; unit += apart) {
+      uint4 next[2];
+      if constexpr (!kAhead) load_unit(unit, raw);
+      if (kAhead && C::steps > 1 && unit + apart < end) load_unit(unit + apart, next);
+      if (unit < Rotated::units) {
+        if (Rotated::mixed && unit != first) {  // a unit of q and k, then units of k
+          load_weights(a, unit, weights);
+          Rotated::prepare(a, angles, weights, turn);
+          target = Rotated::target(a, row, token, unit, apart, only_q);
+        }
+        Rotated::finish(a, row, unit, only_q, target, raw, turn, scales);
+        if constexpr (!Rotated::mixed) Rotated::advance(target);
+      } else {
+        V::finish(a, row, token, unit - Rotated::units, raw, scales);
+      }
+      if constexpr (C::steps == 1) break;
+      if constexpr (kAhead) {
+        raw[0] = next[0];
+        raw[1] = next[1];
+      }
+    }
+  }
+};
+
+}  // namespace hccupy

@@ -1,0 +1,80 @@
+// The v heads of a row, and what fp8 values are multiplied by.
+#pragma once
+
+#include "common/rope_row.cuh"
+
+namespace hccupy {
+
+// A unit is two chunks of 8 elements a lane.
+template <class C>
+struct Values {
+  static constexpr int chunks = C::kv_heads * C::v_dim / 8;
+  static constexpr int units = (chunks + 63) / 64;
+  static constexpr bool whole = chunks % 64 == 0;
+  static constexpr int elements = 512;  // of a unit
+  using InPack = Pack<C::qkv_dtype, 8>;
+  using StorePack = Pack<C::store_dtype, 8>;
+
+  static __device__ __forceinline__ int chunk(int unit, int k) { return (unit * 2 + k) * 32 + lane_index(); }
+
+  static __device__ __forceinline__ const typename RopeArgs<C>::In* first_of(const typename RopeArgs<C>::In* row,
+                                                                             int unit) {
+    return row + (C::q_heads + C::kv_heads) * C::dim + chunk(unit, 0) * 8;
+  }
+  template <class Load>
+  static __device__ __forceinline__ void raw_by(const typename RopeArgs<C>::In* first, int unit, uint4 (&raw)[2],
+                                                Load load_pack) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      if (whole || chunk(unit, k) < chunks) raw[k] = load_pack(first + k * 256).words[0];
+  }
+
+  static __device__ __forceinline__ StorePack stored(const RopeArgs<C>& a, const InPack& pack, float inverse) {
+    if constexpr (C::fp8) {
+      float x[8];
+      unpack<C::qkv_dtype>(pack, x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = quantised<C::bounded>(x[i], inverse, -0.0f, a.upper_max);
+      return StorePack::from_floats(x);
+    } else {
+      return pack;
+    }
+  }
+
+  static __device__ __forceinline__ void finish(const RopeArgs<C>& a, const Row& row, int token, int unit,
+                                                const uint4 (&raw)[2], const Scales& scales) {
+    if (!(C::has_out_v || row.stored)) return;
+#pragma unroll 1  // one body: fewer registers, less to compile
+    for (int k = 0; k < 2; ++k) {
+      const InPack pack{{k == 0 ? raw[0] : raw[1]}};
+      const int element = chunk(unit, k) * 8;
+      if (whole || chunk(unit, k) < chunks)
+        store_aligned<C::write_align, C::store_dtype, 8>(
+            a.value_of(row, token, element / C::v_dim) + element % C::v_dim,
+            row.live ? stored(a, pack, scales.v) : StorePack::zeros());
+    }
+  }
+};
+
+// ---- scales -------------------------------------------------------------------------------------------------
+
+template <class C>
+__device__ __forceinline__ Scales load_scales(const RopeArgs<C>& a) {
+  Scales scales;
+  if constexpr (C::fp8) {
+    scales.k = *a.k_scale;
+    scales.v = *a.v_scale;
+    if constexpr (!C::dynamic_q) scales.q = *a.q_scale_inv;
+  }
+  return scales;
+}
+
+template <class C>
+__device__ __forceinline__ void invert(Scales& scales) {
+  if constexpr (C::fp8) {
+    scales.k = 1.0f / scales.k;
+    scales.v = 1.0f / scales.v;
+  }
+}
+
+}  // namespace hccupy
