@@ -49,10 +49,14 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
     # this one ends. 64 tokens 4.68 against 6.34, 96 5.36 against 6.65, 112 5.61 against 6.90 (post_pre 6.50 / 7.38, 7.45 / 8.01, 7.98 /
     # 8.53); a third tile (128) gains nothing. One tile each at 56 is 4.03, a kernel with everything in registers 4.20.
     half = arch.clusters_of_8 // 2
-    some = half if 0 < tokens <= 2 * TILE * half else arch.clusters_of_8
-    if op == 2 and b.has("rms_weight") and tokens <= TILE * (half + 1):
-        some = half + 1  # 64 tokens, two exchanges a tile: 7.27 in one tile each, 7.67 in two
-    clusters = min(some, arch.clusters_of_8, ceil_div(tokens, TILE))
+    if op == 2 or b.has("rms_weight"):
+        half = ceil_div(arch.clusters_of_8, 2)  # more to do a tile: 64 tokens in one tile each. Norm 5.78 (6.02 in two), post_pre 6.30 (6.43)
+    some = arch.clusters_of_8
+    if 0 < tokens <= 2 * TILE * half:
+        some = half
+    elif tokens <= 3 * TILE * (arch.clusters_of_8 - 2):
+        some = arch.clusters_of_8 - 2  # two of the next grid get in. 256 tokens: pre 9.33 -> 8.72, norm 11.1 -> 10.8, post_pre 12.3 -> 11.9
+    clusters = max(1, min(some, ceil_div(tokens, TILE)))
     smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
     why = f"{clusters} persistent clusters of 8 blocks stream tiles of 8 tokens through shared memory, weights in registers"
     return Launch((8 * clusters, 1, 1), (512, 1, 1), smem, cluster=8, pdl=True, defines=defines, why=why), "stream"
