@@ -19,8 +19,8 @@ namespace hccupy {
 
 // The packs of all tokens stand in one line; a block takes kBlockThreads * kCount neighbours, a thread kCount of
 // them, kBlockThreads apart. An element of y is read (as residual) by the thread that writes it, before it does.
-template <int kDtype, int kChannels, int kLength, int kSize, int kBlockThreads, int kCount, bool kStreaming, bool kEarly,
-          typename X>
+template <int kDtype, int kChannels, int kLength, int kSize, int kBlockThreads, int kCount, bool kStreaming,
+          bool kEarly, typename X>
 __device__ __forceinline__ void ihc_post_body(const X* x, const X* residual, const float* h_post, X* y,
                                               long long x_stride_tokens, long long residual_stride_tokens,
                                               long long residual_stride_hc, long long h_post_stride_tokens,

@@ -63,7 +63,8 @@ __device__ __forceinline__ void post_and_stage(const IhcTile<Config>& tile, cons
             row + channel * args.residual_stride_hc, chunk);
         gates[k][channel] = args.h_post[n * args.h_post_stride_tokens + channel];
       }
-      input[k] = load_chunk<Config::x_dtype, Config::vec, Config::hidden, Reader::kOnce>(args.x + n * args.x_stride_tokens, chunk);
+      input[k] = load_chunk<Config::x_dtype, Config::vec, Config::hidden, Reader::kOnce>(
+          args.x + n * args.x_stride_tokens, chunk);
     }
 #pragma unroll
     for (int k = 0; k < kGroup; ++k) {
@@ -90,7 +91,8 @@ __device__ __forceinline__ void post_and_stage(const IhcTile<Config>& tile, cons
 }
 
 template <class Config, typename X>
-__device__ __forceinline__ void ihc_post_pre_body(const IhcPostArgs<X>& post, const IhcPreArgs<Config>& pre, int tokens) {
+__device__ __forceinline__ void ihc_post_pre_body(const IhcPostArgs<X>& post, const IhcPreArgs<Config>& pre,
+                                                  int tokens) {
   let_next_grid_start();
   prefetch_to_l2<Config::threads>(pre.w, static_cast<long long>(Config::gates) * Config::hc * Config::hidden * 4);
   wait_for_previous_grid();
@@ -121,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  long long y_stride_tokens, long long y_stride_hc, long long z_stride_tokens,
                  long long h_post_next_stride_tokens, float norm_eps, float hc_eps, float magnitude, float rms_eps,
                  int tokens) {
-  hccupy::ihc_post_pre_body<Config, X>({x, residual, h_post, y, x_stride_tokens, residual_stride_tokens, residual_stride_hc,
-                                        h_post_stride_tokens, y_stride_tokens, y_stride_hc},
+  hccupy::ihc_post_pre_body<Config, X>({x, residual, h_post, y, x_stride_tokens, residual_stride_tokens,
+                                        residual_stride_hc, h_post_stride_tokens, y_stride_tokens, y_stride_hc},
                                        {w, hc_scale, hc_base, rms_weight, z, h_post_next, z_stride_tokens,
                                         h_post_next_stride_tokens, norm_eps, hc_eps, magnitude, rms_eps},
                                        tokens);

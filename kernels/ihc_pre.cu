@@ -31,7 +31,8 @@ __device__ __forceinline__ void ihc_pre_body(const X* x, long long x_stride_toke
   prefetch_to_l2<Config::threads>(args.w, static_cast<long long>(Config::gates) * Config::hc * Config::hidden * 4);
   wait_for_previous_grid();
 
-  const IhcTile<Config> tile{x, x_stride_tokens, x_stride_hc, static_cast<long long>(blockIdx.x) * Config::tokens, tokens};
+  const IhcTile<Config> tile{x, x_stride_tokens, x_stride_hc, static_cast<long long>(blockIdx.x) * Config::tokens,
+                             tokens};
   if constexpr (Config::staged) tile.stage();
   ihc_pre_tile(tile, args);
 }
@@ -52,12 +53,12 @@ struct Config {
 
 #if !kHead  // one entry a binary: the other would double the compile time
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    ihc_pre(const X* x, const float* w, const float* hc_scale, const float* hc_base, const R* rms_weight, X* y, float* h_post,
-            long long x_stride_tokens, long long x_stride_hc, long long y_stride_tokens, long long h_post_stride_tokens,
-            float norm_eps, float hc_eps, float magnitude, float rms_eps, int tokens) {
+    ihc_pre(const X* x, const float* w, const float* hc_scale, const float* hc_base, const R* rms_weight, X* y,
+            float* h_post, long long x_stride_tokens, long long x_stride_hc, long long y_stride_tokens,
+            long long h_post_stride_tokens, float norm_eps, float hc_eps, float magnitude, float rms_eps, int tokens) {
   hccupy::ihc_pre_body<Config<2 * kHc>>(x, x_stride_tokens, x_stride_hc, tokens,
-                                        {w, hc_scale, hc_base, rms_weight, y, h_post, y_stride_tokens, h_post_stride_tokens,
-                                         norm_eps, hc_eps, magnitude, rms_eps});
+                                        {w, hc_scale, hc_base, rms_weight, y, h_post, y_stride_tokens,
+                                         h_post_stride_tokens, norm_eps, hc_eps, magnitude, rms_eps});
 }
 
 #else

@@ -1,4 +1,5 @@
-// iHC pre, head and post_pre for few tokens on sm_90a: one cluster of blocks shares up to 8 tokens, everything in registers.
+// iHC pre, head and post_pre for few tokens on sm_90a: one cluster of blocks shares up to 8 tokens, everything in
+// registers.
 //
 //   r = 1 / sqrt(mean(x^2) + norm_eps);  gates = sigmoid((x w^T) r scale + base);  z = sum_i h_pre[i] x[i]
 //   (post_pre: x is y = h_post x + residual, rounded and written; rms_weight: z is RMS-normalised)
@@ -13,11 +14,10 @@
 // | y                   | [tokens, hidden]; post_pre: [tokens, hc, hidden] and z [tokens, hidden] | kXDtype |
 // | h_post, h_post_next | [tokens, hc]         | float32      |  not for head
 //
-// Baked: hc (2, 4), hidden (a multiple of 1024), the dtypes, kVec (8: x, y, z, w 16-byte aligned in address and strides; 4, 2, 1:
-// elements an access of x and y may hold; the bits are the same).
-// Launch: grid = 16 * clusters with 8 * clusters >= tokens, block = (hidden / 512 + 1) * 32, cluster 16,
-// no dynamic shared memory. Tokens are split evenly over the clusters. With the programmatic attribute, w, scale and base are
-// fetched before the previous kernel ends.
+// Baked: hc (2, 4), hidden (a multiple of 1024), the dtypes, kVec (8: x, y, z, w 16-byte aligned in address and
+// strides; 4, 2, 1: elements an access of x and y may hold; the bits are the same). Launch: grid = 16 * clusters with 8
+// * clusters >= tokens, block = (hidden / 512 + 1) * 32, cluster 16, no dynamic shared memory. Tokens are split evenly
+// over the clusters. With the programmatic attribute, w, scale and base are fetched before the previous kernel ends.
 #include "common/sm90_ihc_baked.cuh"
 
 #include "common/sm90_ihc.cuh"
@@ -28,8 +28,8 @@ template <class Shape>
 struct IhcCluster {
   static constexpr int kRanks = 16;
   static constexpr int kWarps = Shape::kHidden / 32 / kRanks;  // each: one group of 32 columns, all channels
-  static constexpr int kThreads = (kWarps + 1) * 32;  // and a warp for the gates that are only returned
-  static constexpr int kBlocks = 1;  // an SM; two (72 registers) spill and win nothing
+  static constexpr int kThreads = (kWarps + 1) * 32;           // and a warp for the gates that are only returned
+  static constexpr int kBlocks = 1;                            // an SM; two (72 registers) spill and win nothing
   static constexpr int kUnits = 2 * kWarps;
   static constexpr int kBlockChunks = kChunks / kRanks;
   static constexpr int kQuads = kPartials / 4;
@@ -83,18 +83,22 @@ struct IhcCluster {
       for (int half = 0; half < 2; ++half) weights[half].split(values[half]);
     }
     const int out = (has_columns ? 0 : kHc) + t;
-    const GateScales scales = GateScales::of<kHc>(out, t < kHc && out < Shape::kUsedOutputs, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
+    const GateScales scales =
+        GateScales::of<kHc>(out, t < kHc && out < Shape::kUsedOutputs, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
     float norm_weights[8];
     if constexpr (Shape::kHasNorm) {
       using N = Element<Shape::kNormDtype>;
 #pragma unroll
-      for (int k = 0; k < 8; ++k) norm_weights[k] = has_columns ? N::to_float(static_cast<const typename N::Type*>(a.rms_weight)[column + k]) : 0.0f;
+      for (int k = 0; k < 8; ++k)
+        norm_weights[k] =
+            has_columns ? N::to_float(static_cast<const typename N::Type*>(a.rms_weight)[column + k]) : 0.0f;
     }
 
     // x may still be in the making: asking L2 for its lines consumes nothing, and warms the address translation.
     const long long token = first + g;
     const char* from = Shape::kPost ? a.residual : a.x;
-    const long long tokens_stride = Shape::kPost ? a.residual_tokens : a.x_tokens, hc_stride = Shape::kPost ? a.residual_hc : a.x_hc;
+    const long long tokens_stride = Shape::kPost ? a.residual_tokens : a.x_tokens,
+                    hc_stride = Shape::kPost ? a.residual_hc : a.x_hc;
     if (has_columns && has_token && t == 0) {
 #pragma unroll
       for (int i = 0; i < kHc; ++i) prefetch_line(from + 2 * (token * tokens_stride + i * hc_stride + column));
@@ -135,7 +139,8 @@ struct IhcCluster {
 
     // The block's chunks, then its tree; the lanes of a quad's chunks share the peers to tell.
     if (warp * 32 < kQuads * kBlockChunks) {
-      const int quad = min(static_cast<int>(threadIdx.x) / kBlockChunks, kQuads - 1), chunk = threadIdx.x % kBlockChunks;
+      const int quad = min(static_cast<int>(threadIdx.x) / kBlockChunks, kQuads - 1),
+                chunk = threadIdx.x % kBlockChunks;
       float4 sum;
 #pragma unroll
       for (int u = 0; u < Shape::kChunkUnits; ++u) {
@@ -144,13 +149,15 @@ struct IhcCluster {
       }
 #pragma unroll
       for (int mask = 1; mask < kBlockChunks; mask *= 2) sum = sum + shuffle_xor(sum, mask);
-      const bool wanted = static_cast<int>(threadIdx.x) < kQuads * kBlockChunks && (quad >= 2 * kTileTokens || (quad >> 1) < count);
+      const bool wanted =
+          static_cast<int>(threadIdx.x) < kQuads * kBlockChunks && (quad >= 2 * kTileTokens || (quad >> 1) < count);
       if (wanted) {
         constexpr int kPeers = kRanks / kBlockChunks;
 #pragma unroll
         for (int j = 0; j < kPeers; ++j) {
           const int peer = chunk * kPeers + j;
-          store_peer(peer_address(shared_address(&slots[rank][4 * quad]), peer), sum, peer_address(shared_address(&gates_full), peer));
+          store_peer(peer_address(shared_address(&slots[rank][4 * quad]), peer), sum,
+                     peer_address(shared_address(&gates_full), peer));
         }
       }
     }
@@ -200,7 +207,8 @@ struct IhcCluster {
         }
         sum = warp_tree<kRanks>(sum);
         if (token_of_tile < count)
-          store_peer(peer_address(shared_address(&norm_slots[rank][token_of_tile]), peer), sum, peer_address(shared_address(&norm_full), peer));
+          store_peer(peer_address(shared_address(&norm_slots[rank][token_of_tile]), peer), sum,
+                     peer_address(shared_address(&norm_full), peer));
       }
       barrier_wait_cluster(&norm_full, 0);
       const float sum = warp_tree<4>(has_token ? quarter<float>(t, [&](int r) { return norm_slots[r][g]; }) : 0.0f);

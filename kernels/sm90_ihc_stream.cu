@@ -1,4 +1,5 @@
-// iHC pre, head and post_pre for many tokens on sm_90a: persistent clusters of 8 blocks, weights in registers, x read once.
+// iHC pre, head and post_pre for many tokens on sm_90a: persistent clusters of 8 blocks, weights in registers, x read
+// once.
 //
 //   r = 1 / sqrt(mean(x^2) + norm_eps);  gates = sigmoid((x w^T) r scale + base);  z = sum_i h_pre[i] x[i]
 //   (post_pre: x is y = h_post x + residual, rounded and written; rms_weight: z is RMS-normalised)
@@ -13,10 +14,10 @@
 // | y                   | [tokens, hidden]; post_pre: [tokens, hc, hidden] and z [tokens, hidden] | kXDtype |
 // | h_post, h_post_next | [tokens, hc]         | float32      |  not for head
 //
-// Baked: hc (2, 4), hidden (a multiple of 1024, hc * hidden <= 28672), the dtypes, kVec (8: x, y, z, w 16-byte aligned in
-// address and strides; 4, 2, 1: elements an access of x and y may hold; the bits are the same).
-// Launch: grid = 8 * clusters (any number: tokens are dealt out evenly), block = 512, cluster 8, shared bytes 232448 (what a block
-// may have). With the programmatic attribute, weights are fetched, and L2 is asked for x, before the previous kernel ends.
+// Baked: hc (2, 4), hidden (a multiple of 1024, hc * hidden <= 28672), the dtypes, kVec (8: x, y, z, w 16-byte aligned
+// in address and strides; 4, 2, 1: elements an access of x and y may hold; the bits are the same). Launch: grid = 8 *
+// clusters (any number: tokens are dealt out evenly), block = 512, cluster 8, shared bytes 232448 (what a block may
+// have). With the programmatic attribute, weights are fetched, and L2 is asked for x, before the previous kernel ends.
 // common/sm90_stream.cuh has the roles of the warps and how they are linked.
 #include "common/sm90_ihc_baked.cuh"
 
@@ -32,9 +33,9 @@ struct IhcStream {
   static constexpr int kThreads = Layout::kThreads, kBlocks = Layout::kBlocks;
   static constexpr int kMmaWarps = Layout::kMmaWarps, kApplyWarps = Layout::kApplyWarps;
 
-  // No block barrier: the loader makes the barriers and asks for its first tiles at once, the mma warps ask for their weights at
-  // once, and the cluster barrier tells everyone else that the barriers are there.
-  // A block may end once its own tiles are done: every byte that peers send it has arrived by then.
+  // No block barrier: the loader makes the barriers and asks for its first tiles at once, the mma warps ask for their
+  // weights at once, and the cluster barrier tells everyone else that the barriers are there. A block may end once its
+  // own tiles are done: every byte that peers send it has arrived by then.
   static __device__ __forceinline__ void run(const IhcArguments& a) {
     const int warp = threadIdx.x >> 5;
     let_next_grid_start();

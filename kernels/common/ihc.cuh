@@ -13,7 +13,8 @@ __device__ __forceinline__ float sigmoid(float value) { return 1.0f / (1.0f + ex
 
 // One gate: magnitude * sigmoid(mix * scale + base) + hc_eps, with mix = dot(x, w row) * inverse rms of x.
 // Pre gates have magnitude 1, which leaves the bits of the sigmoid alone.
-__device__ __forceinline__ float ihc_gate(float dot, float inverse, float scale, float base, float magnitude, float hc_eps) {
+__device__ __forceinline__ float ihc_gate(float dot, float inverse, float scale, float base, float magnitude,
+                                          float hc_eps) {
   return fmaf(magnitude, sigmoid(fmaf(dot * inverse, scale, base)), hc_eps);
 }
 
@@ -27,6 +28,8 @@ __device__ __forceinline__ float ihc_mix(const float (&h_pre)[kChannels], const 
 }
 
 // One element of post, before its one rounding.
-__device__ __forceinline__ float ihc_post_element(float h_post, float x, float residual) { return fmaf(h_post, x, residual); }
+__device__ __forceinline__ float ihc_post_element(float h_post, float x, float residual) {
+  return fmaf(h_post, x, residual);
+}
 
 }  // namespace hccupy

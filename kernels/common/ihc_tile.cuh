@@ -39,7 +39,8 @@ __device__ __forceinline__ Pack<kDtype, kChunk> load_chunk(const typename Elemen
 }
 
 template <int kDtype, int kSize, int kLength>
-__device__ __forceinline__ void store_chunk(typename Element<kDtype>::Type* row, int chunk, const Pack<kDtype, kChunk>& values) {
+__device__ __forceinline__ void store_chunk(typename Element<kDtype>::Type* row, int chunk,
+                                            const Pack<kDtype, kChunk>& values) {
   using Part = Pack<kDtype, kSize>;
 #pragma unroll
   for (int first = 0; first < kChunk; first += kSize) {
@@ -102,7 +103,9 @@ struct IhcTile {
     return exists(token) ? first_token + token : tokens - 1LL;
   }
 
-  static __device__ __forceinline__ int chunk_of(int pass) { return pass * kBlockThreads + static_cast<int>(threadIdx.x); }
+  static __device__ __forceinline__ int chunk_of(int pass) {
+    return pass * kBlockThreads + static_cast<int>(threadIdx.x);
+  }
 
   static __device__ __forceinline__ char* slot(int token, int channel, int pass) {
     return reinterpret_cast<char*>(shared_bytes) +
@@ -135,12 +138,14 @@ struct IhcTile {
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
 #pragma unroll
-          for (int channel = 0; channel < kChannels; ++channel) chunks[k][channel] = read_global(first + k, channel, pass);
+          for (int channel = 0; channel < kChannels; ++channel)
+            chunks[k][channel] = read_global(first + k, channel, pass);
         }
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
 #pragma unroll
-          for (int channel = 0; channel < kChannels; ++channel) chunks[k][channel].store(slot(first + k, channel, pass));
+          for (int channel = 0; channel < kChannels; ++channel)
+            chunks[k][channel].store(slot(first + k, channel, pass));
         }
       }
     }
@@ -177,7 +182,8 @@ struct IhcTile {
 
   // Mixed channels of one chunk, in fp32 or, as the unfused pair would have them, rounded to the dtype.
   template <bool kRound>
-  __device__ __forceinline__ void mix(int token, int pass, const float (&h_pre)[kChannels], float (&mixed)[kChunk]) const {
+  __device__ __forceinline__ void mix(int token, int pass, const float (&h_pre)[kChannels],
+                                      float (&mixed)[kChunk]) const {
     float channels[kChannels][kChunk];
 #pragma unroll
     for (int channel = 0; channel < kChannels; ++channel) read(token, channel, pass).to_floats(channels[channel]);
@@ -251,8 +257,8 @@ __device__ __forceinline__ void ihc_pre_tile(const IhcTile<Config>& tile, const 
     }
     const bool is_pre = gate < kChannels;
     const float value =
-        ihc_gate(dot.rounded(), inverse_rms(squares.rounded(), static_cast<float>(kChannels) * kLength, args.norm_eps), args.hc_scale[is_pre ? 0 : 1],
-                 args.hc_base[gate], is_pre ? 1.0f : args.magnitude, args.hc_eps);
+        ihc_gate(dot.rounded(), inverse_rms(squares.rounded(), static_cast<float>(kChannels) * kLength, args.norm_eps),
+                 args.hc_scale[is_pre ? 0 : 1], args.hc_base[gate], is_pre ? 1.0f : args.magnitude, args.hc_eps);
     if (is_pre) {
       pre_gates[token][gate] = value;
     } else if (tile.exists(token)) {
@@ -299,7 +305,8 @@ __device__ __forceinline__ void ihc_pre_tile(const IhcTile<Config>& tile, const 
       tile.template mix<kRoundMix>(token, pass, pre_gates[token], mixed);
       if constexpr (Config::has_rms_weight) {
         float weights[kChunk];
-        load_chunk<Config::rms_weight_dtype, Config::vec, kLength, Reader::kShared>(args.rms_weight, chunk).to_floats(weights);
+        load_chunk<Config::rms_weight_dtype, Config::vec, kLength, Reader::kShared>(args.rms_weight, chunk)
+            .to_floats(weights);
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) mixed[k] = mixed[k] * inverse * weights[k];
       }

@@ -33,7 +33,8 @@ struct WordOf<16> {
 
 template <int kDtype, int kSize>
 struct Pack {
-  static_assert(kSize == 1 || kSize == 2 || kSize == 4 || kSize == 8 || kSize == 16, "kSize must be a power of two up to 16");
+  static_assert(kSize == 1 || kSize == 2 || kSize == 4 || kSize == 8 || kSize == 16,
+                "kSize must be a power of two up to 16");
   using Type = typename Element<kDtype>::Type;
   static constexpr int kBytes = kSize * static_cast<int>(sizeof(Type));
   static constexpr int kWordBytes = kBytes < 16 ? kBytes : 16;

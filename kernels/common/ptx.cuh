@@ -220,7 +220,8 @@ __device__ __forceinline__ void store_once(uint2* to, uint2 word) {
   asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(word.x), "r"(word.y) : "memory");
 }
 __device__ __forceinline__ void store_once(uint4* to, uint4 word) {
-  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z),
+               "r"(word.w)
                : "memory");
 }
 #else

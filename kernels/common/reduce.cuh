@@ -18,7 +18,8 @@ __device__ __forceinline__ float warp_sum(float value) {
 template <int kLanes = 32>
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(kFullMask, value, offset));
+  for (int offset = kLanes / 2; offset > 0; offset /= 2)
+    value = fmaxf(value, __shfl_xor_sync(kFullMask, value, offset));
   return value;
 }
 

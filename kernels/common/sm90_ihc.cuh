@@ -53,14 +53,16 @@ __device__ __forceinline__ void unpack(uint4 v, float (&values)[8]) {
 template <int kXDtype>
 __device__ __forceinline__ uint4 pack(const float (&values)[8]) {
   using E = Element<kXDtype>;
-  return uint4{E::from_floats(values[0], values[1]), E::from_floats(values[2], values[3]), E::from_floats(values[4], values[5]),
-               E::from_floats(values[6], values[7])};
+  return uint4{E::from_floats(values[0], values[1]), E::from_floats(values[2], values[3]),
+               E::from_floats(values[4], values[5]), E::from_floats(values[6], values[7])};
 }
 
-// 8 elements of global memory at any alignment that holds kVec of them (8: one 16-byte access). The bits do not depend on kVec.
+// 8 elements of global memory at any alignment that holds kVec of them (8: one 16-byte access). The bits do not depend
+// on kVec.
 template <int kVec>
 struct Octet {
-  static_assert(kVec == 1 || kVec == 2 || kVec == 4 || kVec == 8, "kVec is the number of 2-byte elements an access may hold");
+  static_assert(kVec == 1 || kVec == 2 || kVec == 4 || kVec == 8,
+                "kVec is the number of 2-byte elements an access may hold");
   static __device__ __forceinline__ uint4 load(const void* from) {
     if constexpr (kVec == 8) {
       return *static_cast<const uint4*>(from);
@@ -72,7 +74,8 @@ struct Octet {
       return uint4{p[0], p[1], p[2], p[3]};
     } else {
       const unsigned short* p = static_cast<const unsigned short*>(from);
-      return uint4{p[0] | unsigned(p[1]) << 16, p[2] | unsigned(p[3]) << 16, p[4] | unsigned(p[5]) << 16, p[6] | unsigned(p[7]) << 16};
+      return uint4{p[0] | unsigned(p[1]) << 16, p[2] | unsigned(p[3]) << 16, p[4] | unsigned(p[5]) << 16,
+                   p[6] | unsigned(p[7]) << 16};
     }
   }
   static __device__ __forceinline__ void store(void* to, uint4 v) {
@@ -98,7 +101,8 @@ struct Octet {
 
 // ---- weights --------------------------------------------------------------------------------------------------
 
-// 8 neighbouring float32. Two plain 16-byte loads: no_allocate made each fetch its sector twice (4.7 against 4.3 us at one token).
+// 8 neighbouring float32. Two plain 16-byte loads: no_allocate made each fetch its sector twice (4.7 against 4.3 us at
+// one token).
 template <bool kAligned>
 __device__ __forceinline__ void load_weights(const float* from, float (&w)[8]) {
   if constexpr (kAligned) {
@@ -117,7 +121,8 @@ struct UnitWeights {
   unsigned int pieces[kBlocks][kRegisters];
   float scale;  // float16 only: what the sums are multiplied with
 
-  // Operand order: k-step 0 {hi, mid, hi, mid}, k-step 1 the same, then lo of k-step 0 in rows 0-7, of k-step 1 in rows 8-15.
+  // Operand order: k-step 0 {hi, mid, hi, mid}, k-step 1 the same, then lo of k-step 0 in rows 0-7, of k-step 1 in rows
+  // 8-15.
   __device__ __forceinline__ void split(const float (&w)[kBlocks][8]) {
     if constexpr (kBf16) {
 #pragma unroll
@@ -166,9 +171,11 @@ struct UnitWeights {
   }
 };
 
-// One unit's sums for a tile. Lane (g, t) ends with output g of tokens 2t and 2t + 1, and entries (g, 2t), (g, 2t + 1) of x x^T.
-template <int kMains>  // chains of the large pieces: a block each where registers suffice, which halves the latency of a unit
-struct UnitSums {
+// One unit's sums for a tile. Lane (g, t) ends with output g of tokens 2t and 2t + 1, and entries (g, 2t), (g, 2t + 1)
+// of x x^T.
+template <int kMains>  // chains of the large pieces: a block each where registers suffice, which halves the latency of
+                       // a unit
+                       struct UnitSums {
   float main[kMains][4] = {}, low_a[4] = {}, low_b[4] = {}, square_a[4] = {}, square_b[4] = {};
 
   template <int kXDtype, int kBlocks>
@@ -179,8 +186,8 @@ struct UnitSums {
     if constexpr (kBf16) mma_16x8x16<kBf16>(low_a, p[8], p[9], p[10], p[11], v.x, v.y);
     mma_16x8x16<kBf16>(main[block % kMains], p[4], p[5], p[6], p[7], v.z, v.w);
     if constexpr (kBf16) mma_16x8x16<kBf16>(low_b, p[8], p[9], p[10], p[11], v.z, v.w);
-    // Words of x in rows 0-7 and 8-15: each product fills one half of its diagonal. In k-steps of 8 the registers lie as loaded;
-    // m16n8k16 would need {x, z, y, w}, four moves and four registers.
+    // Words of x in rows 0-7 and 8-15: each product fills one half of its diagonal. In k-steps of 8 the registers lie
+    // as loaded; m16n8k16 would need {x, z, y, w}, four moves and four registers.
     mma_16x8x8<kBf16>(square_a, v.x, v.y, v.x);
     mma_16x8x8<kBf16>(square_b, v.x, v.y, v.y);
     mma_16x8x8<kBf16>(square_a, v.z, v.w, v.z);
@@ -191,8 +198,10 @@ struct UnitSums {
   __device__ __forceinline__ float4 result(const UnitWeights<kXDtype, kBlocks>& weights) const {
     float4 sums;
     const auto sum = [&](int k) {
-      if constexpr (kMains == 1) return main[0][k];
-      else return main[0][k] + main[1][k];
+      if constexpr (kMains == 1)
+        return main[0][k];
+      else
+        return main[0][k] + main[1][k];
     };
     if constexpr (kXDtype == kBfloat16) {
       sums.x = ((low_a[0] + low_b[2]) + sum(2)) + sum(0);
@@ -215,7 +224,9 @@ __device__ __forceinline__ void store_partials(float* to, float4 sums, int lane)
   if ((g >> 1) == t) to[kTileTokens * kOutputs + g] = (g & 1) ? sums.w : sums.z;
 }
 
-__device__ __forceinline__ float4 operator+(float4 a, float4 b) { return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
+  return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
 __device__ __forceinline__ float4 shuffle_xor(float4 a, int mask) {
   return float4{__shfl_xor_sync(0xffffffffu, a.x, mask), __shfl_xor_sync(0xffffffffu, a.y, mask),
                 __shfl_xor_sync(0xffffffffu, a.z, mask), __shfl_xor_sync(0xffffffffu, a.w, mask)};
@@ -245,8 +256,8 @@ __device__ __forceinline__ void reduce_channels(const uint4 (&x)[kHc], const flo
   }
 }
 
-// Folded norm: squares of 8 columns as two runs of 4; every 16th octet of a 16th of the row as a run; those 16 runs, then the 16ths,
-// as a tree.
+// Folded norm: squares of 8 columns as two runs of 4; every 16th octet of a 16th of the row as a run; those 16 runs,
+// then the 16ths, as a tree.
 __device__ __forceinline__ float octet_squares(const float (&z)[8]) {
   float low = __fmul_rn(z[0], z[0]), high = __fmul_rn(z[4], z[4]);
 #pragma unroll
@@ -261,7 +272,8 @@ __device__ __forceinline__ float warp_tree(float value) {
   return value;
 }
 
-// Approximate root: 2^-22 off, where the result is rounded to 16 bits; the precise one and its division cost 0.1 us at one token.
+// Approximate root: 2^-22 off, where the result is rounded to 16 bits; the precise one and its division cost 0.1 us at
+// one token.
 template <int kHidden>
 __device__ __forceinline__ float norm_inverse(float sum, float eps) {
   return rsqrtf(fmaf(sum, 1.0f / static_cast<float>(kHidden), eps));
@@ -271,13 +283,15 @@ __device__ __forceinline__ float norm_inverse(float sum, float eps) {
 struct GateScales {
   float scale, base, magnitude, eps;
   template <int kHc>
-  static __device__ __forceinline__ GateScales of(int out, bool has, const float* hc_scale, const float* hc_base, float magnitude, float hc_eps) {
-    return GateScales{has ? __ldg(hc_scale + (out < kHc ? 0 : 1)) : 0.0f, has ? __ldg(hc_base + out) : 0.0f, out < kHc ? 1.0f : magnitude,
-                      hc_eps};
+  static __device__ __forceinline__ GateScales of(int out, bool has, const float* hc_scale, const float* hc_base,
+                                                  float magnitude, float hc_eps) {
+    return GateScales{has ? __ldg(hc_scale + (out < kHc ? 0 : 1)) : 0.0f, has ? __ldg(hc_base + out) : 0.0f,
+                      out < kHc ? 1.0f : magnitude, hc_eps};
   }
   template <int kCount>
   __device__ __forceinline__ float gate(float dot, float squares, float norm_eps) const {
-    // Approximate root, exponential and quotient: the precise ones cost 0.3 us at one token and are no nearer to fp64 in the end.
+    // Approximate root, exponential and quotient: the precise ones cost 0.3 us at one token and are no nearer to fp64
+    // in the end.
     const float inverse = rsqrtf(fmaf(squares, 1.0f / static_cast<float>(kCount), norm_eps));
     return fmaf(magnitude, __fdividef(1.0f, 1.0f + __expf(-fmaf(dot * inverse, scale, base))), eps);
   }
@@ -301,14 +315,16 @@ struct IhcArguments {
 };
 
 // Baked values of one kernel.
-template <int kOp_, int kHc_, int kHidden_, int kXDtype_, int kNormDtype_, bool kHasNorm_, bool kRoundBeforeNorm_, int kVec_>
+template <int kOp_, int kHc_, int kHidden_, int kXDtype_, int kNormDtype_, bool kHasNorm_, bool kRoundBeforeNorm_,
+          int kVec_>
 struct IhcShape {
-  static constexpr int kOp = kOp_, kHc = kHc_, kHidden = kHidden_, kXDtype = kXDtype_, kNormDtype = kNormDtype_, kVec = kVec_;
+  static constexpr int kOp = kOp_, kHc = kHc_, kHidden = kHidden_, kXDtype = kXDtype_, kNormDtype = kNormDtype_,
+                       kVec = kVec_;
   static constexpr bool kHasNorm = kHasNorm_, kRoundBeforeNorm = kRoundBeforeNorm_;
   static constexpr bool kPost = kOp == kPostPre;
   static constexpr int kUsedOutputs = kOp == kHead ? kHc : 2 * kHc;
-  static constexpr int kHalf = kHc / 2;                // channels of a unit = its blocks
-  static constexpr int kChunkUnits = kHidden / 1024;   // units of a chunk
+  static constexpr int kHalf = kHc / 2;               // channels of a unit = its blocks
+  static constexpr int kChunkUnits = kHidden / 1024;  // units of a chunk
   static constexpr long long kDepth = static_cast<long long>(kHc) * kHidden;
   static_assert(kHc == 2 || kHc == 4, "8 rows of A hold the outputs of 2 or 4 channels");
   static_assert(kHidden % 1024 == 0, "64 chunks of whole units: hidden is a multiple of 1024");
@@ -325,7 +341,8 @@ struct IhcShape {
 #pragma unroll
       for (int k = 0; k < 8; ++k) values[b][k] = 0.0f;
       const int channel = (unit & 1) * kHalf + b;
-      if (g < kUsedOutputs) load_weights<kVec == 8>(w + g * kDepth + channel * kHidden + (unit >> 1) * 32 + t * 8, values[b]);
+      if (g < kUsedOutputs)
+        load_weights<kVec == 8>(w + g * kDepth + channel * kHidden + (unit >> 1) * 32 + t * 8, values[b]);
     }
   }
 };

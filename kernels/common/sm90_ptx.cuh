@@ -1,4 +1,5 @@
-// Instructions that only sm_90a has (clusters, bulk copies, transaction barriers), and the mma forms of the iHC kernels.
+// Instructions that only sm_90a has (clusters, bulk copies, transaction barriers), and the mma forms of the iHC
+// kernels.
 //
 // One function an instruction; a comment where the ordering rule is not plain from the name. Portable twins, for the
 // simulator, of what the rope kernels need: barriers and bulk loads.
@@ -24,7 +25,9 @@ __device__ __forceinline__ unsigned int cluster_rank() {
   return rank;
 }
 // Relaxed: orders nothing but the barriers made visible by fence_barrier_init (.release would cost a MEMBAR.GPU).
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The same shared variable in the block `rank` of this cluster.
 __device__ __forceinline__ unsigned int peer_address(unsigned int address, unsigned int rank) {
@@ -38,22 +41,24 @@ __device__ __forceinline__ unsigned int peer_address(unsigned int address, unsig
 __device__ __forceinline__ void barrier_init(Barrier* barrier, unsigned int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 __device__ __forceinline__ void barrier_expect(Barrier* barrier, unsigned int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
 }
 // Returns once the phase of that parity has ended. A fresh barrier passes parity 1.
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned int parity) {
   unsigned int done;
   do {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
   } while (!done);
 }
 // The same for bytes that peers of the cluster stored.
@@ -61,7 +66,8 @@ __device__ __forceinline__ void barrier_wait_cluster(Barrier* barrier, unsigned 
   unsigned int done;
   do {
     asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, "
+        "p;\n}"
         : "=r"(done)
         : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
@@ -77,16 +83,19 @@ __device__ __forceinline__ void store_16(void* to, uint4 v) {
 // ---- stores into a peer's shared memory that count on the peer's barrier --------------------------------------
 
 __device__ __forceinline__ void store_peer(unsigned int address, float4 value, unsigned int barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
-               "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
 }
 __device__ __forceinline__ void store_peer(unsigned int address, float value, unsigned int barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(value), "r"(barrier)
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(value),
+               "r"(barrier)
                : "memory");
 }
 
-// One lane of the warp, by name: the compiler then knows that a bulk copy is asked for once, and leaves out its loop over the lanes.
+// One lane of the warp, by name: the compiler then knows that a bulk copy is asked for once, and leaves out its loop
+// over the lanes.
 __device__ __forceinline__ bool elect_lane() {
   unsigned int elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
@@ -96,12 +105,14 @@ __device__ __forceinline__ bool elect_lane() {
 // ---- bulk copies: 16-byte aligned on both sides, a multiple of 16 bytes ---------------------------------------
 
 __device__ __forceinline__ void bulk_load(void* to, const void* from, unsigned int bytes, Barrier* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
 __device__ __forceinline__ void bulk_store(void* to, const void* from, unsigned int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes)
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(bytes)
                : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -110,7 +121,8 @@ __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.w
 // Makes this thread's ordinary shared stores visible to bulk copies that are ordered after it.
 __device__ __forceinline__ void fence_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Four bytes to shared memory in the background; the second call arrives on the barrier once this thread's copies are there.
+// Four bytes to shared memory in the background; the second call arrives on the barrier once this thread's copies are
+// there.
 __device__ __forceinline__ void copy_word(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
@@ -132,14 +144,16 @@ __device__ __forceinline__ void give_registers() {
 // ---- mma, float32 sums -----------------------------------------------------------------------------------------
 
 template <bool kBf16>
-__device__ __forceinline__ void mma_16x8x16(float (&sum)[4], unsigned int a0, unsigned int a1, unsigned int a2, unsigned int a3,
-                                            unsigned int b0, unsigned int b1) {
+__device__ __forceinline__ void mma_16x8x16(float (&sum)[4], unsigned int a0, unsigned int a1, unsigned int a2,
+                                            unsigned int a3, unsigned int b0, unsigned int b1) {
   if constexpr (kBf16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
+        "%2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
@@ -187,7 +201,9 @@ inline void barrier_init(Barrier* barrier, unsigned int arrivals) {
 }
 inline void fence_barrier_init() {}
 inline void barrier_arrive(Barrier* barrier) { barrier_change(barrier, 1, 0); }
-inline void barrier_expect(Barrier* barrier, unsigned int bytes) { barrier_change(barrier, 1, static_cast<int>(bytes)); }
+inline void barrier_expect(Barrier* barrier, unsigned int bytes) {
+  barrier_change(barrier, 1, static_cast<int>(bytes));
+}
 inline void barrier_wait(Barrier* barrier, unsigned int parity) {
   while (barrier_state(barrier).phase == parity) __nanosleep(1);  // lets other threads run
 }

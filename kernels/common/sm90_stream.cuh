@@ -1,23 +1,24 @@
 // The streaming iHC kernel's shared memory: sizes, rings, barriers, and how tokens are dealt to clusters.
 //
-// A tile is up to 8 tokens; block `rank` of a cluster of 8 owns hidden / 8 columns of all channels. Each warp has one job
-// and barriers in shared memory link them, so that the mma warps run tiles ahead of the apply warps:
+// A tile is up to 8 tokens; block `rank` of a cluster of 8 owns hidden / 8 columns of all channels. Each warp has one
+// job and barriers in shared memory link them, so that the mma warps run tiles ahead of the apply warps:
 //
-// | role    | warps | does                                                   | waits for              | tells            |
-// | ------- | ----- | ------------------------------------------------------ | ---------------------- | ---------------- |
-// | mma     | 8     | a chunk each: dots, squares; post_pre: y in place      | full, partials_empty   | partials_full, empty, y_full |
-// | apply   | 4     | z of a token each, then of another; norm: squares told | gates_full, norm_full  | empty            |
-// | loader  | 1     | bulk copies x into the ring of stages                  | empty                  | full (bytes)     |
-// | gates   | 1     | adds the 8 chunks, tells all blocks, works out gates   | partials_full, slot_full | partials_empty, gates_full |
-// | storer  | 1     | post_pre: bulk copies y to memory                      | y_full                 | empty            |
-// | asker   | 1     | asks L2 for x before the previous kernel ends          |                        |                  |
+// | role    | warps | does                                                   | waits for              | tells | |
+// ------- | ----- | ------------------------------------------------------ | ---------------------- | ----------------
+// | | mma     | 8     | a chunk each: dots, squares; post_pre: y in place      | full, partials_empty   |
+// partials_full, empty, y_full | | apply   | 4     | z of a token each, then of another; norm: squares told |
+// gates_full, norm_full  | empty            | | loader  | 1     | bulk copies x into the ring of stages | empty | full
+// (bytes)     | | gates   | 1     | adds the 8 chunks, tells all blocks, works out gates   | partials_full, slot_full |
+// partials_empty, gates_full | | storer  | 1     | post_pre: bulk copies y to memory                      | y_full |
+// empty            | | asker   | 1     | asks L2 for x before the previous kernel ends          | |                  |
 #pragma once
 
 #include "common/sm90_ihc.cuh"
 
 namespace hccupy {
 
-// Index in a ring and the parity of its round. Worked out from the tile's number: state that is kept costs registers, and spills.
+// Index in a ring and the parity of its round. Worked out from the tile's number: state that is kept costs registers,
+// and spills.
 template <int kSize>
 struct Turn {
   int index;
@@ -41,14 +42,15 @@ struct StreamLayout {
   static constexpr int kPostBytes = kRowBytes + 64;
   static constexpr int kStageBytes = kTileTokens * (kTokenBytes + (kPost ? kPostBytes : 0));
   static constexpr int kSlotBytes = kRanks * kPartials * 4;
-  // Two slots suffice: a peer tells tile n only after it has read slot n - 1, which needed this block's part, told after this
-  // block had read slot n - 2.
+  // Two slots suffice: a peer tells tile n only after it has read slot n - 1, which needed this block's part, told
+  // after this block had read slot n - 2.
   static constexpr int kSlots = 2;
   static constexpr int kGateBytes = kTileTokens * kHc * 4;
   static constexpr int kPerStageBytes = kStageBytes + kGateBytes + (kPost ? kGateBytes : 0) + 5 * 8;
   static constexpr int kHalfTokens = kTileTokens / 2;
   static constexpr int kNormBytes = kRanks * kHalfTokens * 4;  // what a half tile's norm exchange brings
-  static constexpr int kFixedBytes = 2 * kMmaWarps * kPartials * 4 + kSlots * kSlotBytes + (kHasNorm ? kColumns * 4 + 4 * kNormBytes : 0) + 10 * 8;
+  static constexpr int kFixedBytes =
+      2 * kMmaWarps * kPartials * 4 + kSlots * kSlotBytes + (kHasNorm ? kColumns * 4 + 4 * kNormBytes : 0) + 10 * 8;
   static constexpr int kMostBytes = 232448;  // what a block may have on sm_90, and what the launch asks for
   static constexpr int kFit = (kMostBytes - kFixedBytes) / kPerStageBytes;
   static constexpr int kStages = kFit > 6 ? 6 : kFit;
@@ -56,17 +58,22 @@ struct StreamLayout {
   static constexpr int kInFlight = 2;  // 1 starves memory (89 us at 4096); 3 costs up to 7 us at 16384
   static constexpr int kPrefetch = 2;  // tiles asked for before the previous kernel ends: -0.3 us at 256 to 4096
   static constexpr bool kWide = kWeightRegisters > 144;
-  static constexpr bool kNarrow = kWeightRegisters <= 112, kRows = kNarrow && kVec < 8 && kWeightRegisters > 96;  // rows copied by lanes take registers of the loader
-  // 64K registers of an SM: 256 mma threads, 128 of apply, 128 helpers. Norm without post: the apply warps are the bottleneck, and
-  // 192 / 80 / 48 is 4 % faster than 200 / 72 / 40 (258 against 270 us at 16384); elsewhere no split differs by 1 %.
+  static constexpr bool kNarrow = kWeightRegisters <= 112,
+                        kRows = kNarrow && kVec < 8 &&
+                                kWeightRegisters > 96;  // rows copied by lanes take registers of the loader
+  // 64K registers of an SM: 256 mma threads, 128 of apply, 128 helpers. Norm without post: the apply warps are the
+  // bottleneck, and 192 / 80 / 48 is 4 % faster than 200 / 72 / 40 (258 against 270 us at 16384); elsewhere no split
+  // differs by 1 %.
   static constexpr bool kApplyBound = kHasNorm && !kPost && !kWide && !kNarrow;
   static constexpr int kMmaRegisters = kWide ? 208 : kRows ? 176 : kNarrow || kApplyBound ? 192 : 200;
   static constexpr int kHelperRegisters = kRows ? 56 : kApplyBound ? 48 : 40;
   static constexpr int kApplyRegisters = 512 - 2 * kMmaRegisters - kHelperRegisters;
-  static_assert(2 * kMmaRegisters + kApplyRegisters + kHelperRegisters == 512, "the warpgroups share what 512 threads of 128 registers start with");
+  static_assert(2 * kMmaRegisters + kApplyRegisters + kHelperRegisters == 512,
+                "the warpgroups share what 512 threads of 128 registers start with");
   static_assert(kStages >= 2, "a ring needs two stages");
   static_assert(kWeightRegisters <= 168, "the weights of a chunk must fit in the registers of a warp");
-  static_assert(kPartials * 4 % 16 == 0 && kStageBytes % 16 == 0 && kSlotBytes % 16 == 0, "the parts of shared memory stay aligned");
+  static_assert(kPartials * 4 % 16 == 0 && kStageBytes % 16 == 0 && kSlotBytes % 16 == 0,
+                "the parts of shared memory stay aligned");
 
   char* stages;        // [kStages][kStageBytes]: tokens of x (post_pre: residual, then y), then post_pre's x
   float* partials;     // [2][kMmaWarps][kPartials]
@@ -111,7 +118,8 @@ struct StreamLayout {
       barrier_init(&gates_full[lane], 1);
     }
     if (lane < 2) {
-      barrier_init(&slot_full[lane], 1), barrier_init(&partials_full[lane], kMmaWarps), barrier_init(&partials_empty[lane], 1);
+      barrier_init(&slot_full[lane], 1), barrier_init(&partials_full[lane], kMmaWarps),
+          barrier_init(&partials_empty[lane], 1);
     }
     if (lane < 4) barrier_init(&norm_full[lane], 1);
     fence_barrier_init();
@@ -125,7 +133,8 @@ struct StreamLayout {
   // remainder of one token a cluster, which would cost the time of a whole tile. A round is one run of memory.
   __device__ __forceinline__ void deal(int tokens) {
     deal_tiles(tokens);
-    const unsigned int all = tokens, clusters = gridDim.x / kRanks, most = kTileTokens * clusters, rounds = (all + most - 1) / most;
+    const unsigned int all = tokens, clusters = gridDim.x / kRanks, most = kTileTokens * clusters,
+                       rounds = (all + most - 1) / most;
     round_tokens = all / rounds, longer_rounds = tokens - round_tokens * rounds;
     share = static_cast<unsigned int>(round_tokens) / clusters, spare = round_tokens - share * clusters;
   }
@@ -144,12 +153,16 @@ struct StreamLayout {
     cluster = block / kRanks;
     rank = block % kRanks;
     const unsigned int most = kTileTokens * (gridDim.x / kRanks);
-    tiles = cluster < tokens ? (static_cast<unsigned int>(tokens) + most - 1) / most : 0;  // with fewer tokens than clusters: none
+    tiles = cluster < tokens ? (static_cast<unsigned int>(tokens) + most - 1) / most
+                             : 0;  // with fewer tokens than clusters: none
   }
   __device__ __forceinline__ int tile_first(int tile) const {
-    return tile * round_tokens + min(tile, longer_rounds) + cluster * share + min(cluster, spare + (tile < longer_rounds));
+    return tile * round_tokens + min(tile, longer_rounds) + cluster * share +
+           min(cluster, spare + (tile < longer_rounds));
   }
-  __device__ __forceinline__ int tile_count(int tile) const { return share + (cluster < spare + (tile < longer_rounds)); }
+  __device__ __forceinline__ int tile_count(int tile) const {
+    return share + (cluster < spare + (tile < longer_rounds));
+  }
 };
 
 }  // namespace hccupy

@@ -1,8 +1,8 @@
 // The streaming iHC kernel's outputs: z of a tile from its gates, and the folded RMS norm.
 //
-// A warp takes a token, then another; all offsets inside a token are constants. With a norm it mixes both, tells the cluster the sum
-// of squares of each, and keeps z, rounded, in shared memory where nobody reads any more. By then most of the first token's exchange
-// is over; with the sums back, both are normalised and stored.
+// A warp takes a token, then another; all offsets inside a token are constants. With a norm it mixes both, tells the
+// cluster the sum of squares of each, and keeps z, rounded, in shared memory where nobody reads any more. By then most
+// of the first token's exchange is over; with the sums back, both are normalised and stored.
 #pragma once
 
 #include "common/sm90_stream.cuh"
@@ -12,20 +12,28 @@ namespace hccupy {
 template <class Layout>
 struct StreamApply : Layout {
   using Shape = typename Layout::Shape;
-  using Layout::kHc, Layout::kXDtype, Layout::kVec, Layout::kPost, Layout::kHasNorm, Layout::kRanks, Layout::kApplyWarps, Layout::kColumns,
-      Layout::kHalfTokens, Layout::kRowBytes, Layout::kTokenBytes, Layout::kPostBytes, Layout::kStages, Layout::kStageBytes, Layout::kNormBytes;
-  using Layout::stages, Layout::gates, Layout::norm_slots, Layout::norm_weight, Layout::rank, Layout::lane, Layout::tiles;
   using Layout::full, Layout::empty, Layout::y_full, Layout::gates_full, Layout::norm_full;
+  using Layout::kHc, Layout::kXDtype, Layout::kVec, Layout::kPost, Layout::kHasNorm, Layout::kRanks,
+      Layout::kApplyWarps, Layout::kColumns, Layout::kHalfTokens, Layout::kRowBytes, Layout::kTokenBytes,
+      Layout::kPostBytes, Layout::kStages, Layout::kStageBytes, Layout::kNormBytes;
+  using Layout::stages, Layout::gates, Layout::norm_slots, Layout::norm_weight, Layout::rank, Layout::lane,
+      Layout::tiles;
 
-  // Lanes 0-15 take the first half of the block's columns (a 16th of the row), 16 octets at a time, lanes 16-31 the second half.
+  // Lanes 0-15 take the first half of the block's columns (a 16th of the row), 16 octets at a time, lanes 16-31 the
+  // second half.
   static constexpr int kHalfOctets = kColumns / 16, kSteps = (kHalfOctets + 15) / 16;
   static constexpr bool kKeeps = kHasNorm && Shape::kRoundBeforeNorm;  // unrounded, z has no room: it is mixed twice
   static constexpr int kStepsAtOnce = Layout::kWide && kHasNorm && !kPost ? 2 : kSteps;
   static_assert(kApplyWarps == kHalfTokens, "a warp has one token of each half tile");
 
-  // Has this lane an octet in that step? All but the last step are full; idle lanes repeat their first octet and store nothing.
-  __device__ __forceinline__ bool has(int step) const { return 16 * step + 16 <= kHalfOctets || 16 * step + (lane & 15) < kHalfOctets; }
-  __device__ __forceinline__ int octet(int step) const { return (lane >> 4) * kHalfOctets + (lane & 15) + (has(step) ? 16 * step : 0); }
+  // Has this lane an octet in that step? All but the last step are full; idle lanes repeat their first octet and store
+  // nothing.
+  __device__ __forceinline__ bool has(int step) const {
+    return 16 * step + 16 <= kHalfOctets || 16 * step + (lane & 15) < kHalfOctets;
+  }
+  __device__ __forceinline__ int octet(int step) const {
+    return (lane >> 4) * kHalfOctets + (lane & 15) + (has(step) ? 16 * step : 0);
+  }
 
   struct Token {
     const char* x;
@@ -95,14 +103,17 @@ struct StreamApply : Layout {
     const typename N::Type* from = static_cast<const typename N::Type*>(a.rms_weight) + rank * kColumns;
     // The first halves of the octets, then the second halves: lanes side by side read from different banks.
 #pragma unroll 1
-    for (int k = thread; k < kColumns; k += kApplyWarps * 32) norm_weight[(k & 4) * (kColumns / 8) + (k >> 3) * 4 + (k & 3)] = N::to_float(from[k]);
+    for (int k = thread; k < kColumns; k += kApplyWarps * 32)
+      norm_weight[(k & 4) * (kColumns / 8) + (k >> 3) * 4 + (k & 3)] = N::to_float(from[k]);
     asm volatile("bar.sync 1, %0;" ::"n"(kApplyWarps * 32) : "memory");
   }
 
-  // Where z waits: in place of the first channel's x, or (post_pre, whose y may still be on its way out) of the block's output.
+  // Where z waits: in place of the first channel's x, or (post_pre, whose y may still be on its way out) of the block's
+  // output.
   __device__ __forceinline__ uint4* kept(int turn, int token) const {
     char* stage = stages + turn * kStageBytes;
-    return reinterpret_cast<uint4*>(kPost ? stage + kTileTokens * kTokenBytes + token * kPostBytes : stage + token * kTokenBytes);
+    return reinterpret_cast<uint4*>(kPost ? stage + kTileTokens * kTokenBytes + token * kPostBytes
+                                          : stage + token * kTokenBytes);
   }
 
   // Keeps z of a token and returns the block's sum of its squares.
@@ -153,9 +164,9 @@ struct StreamApply : Layout {
     }
   }
 
-  // Slots and barriers: [tile & 1][half]. Two of a kind suffice: a peer tells tile n + 2 only after it has had the sums of n + 1 from
-  // all warps of this block, and each of them had waited for those of n before it told n + 1.
-  // Both halves written out: 270 -> 252 us at 16384 where the apply warps are the bottleneck, for 400 instructions more to compile.
+  // Slots and barriers: [tile & 1][half]. Two of a kind suffice: a peer tells tile n + 2 only after it has had the sums
+  // of n + 1 from all warps of this block, and each of them had waited for those of n before it told n + 1. Both halves
+  // written out: 270 -> 252 us at 16384 where the apply warps are the bottleneck, for 400 instructions more to compile.
   static constexpr int kHalvesAtOnce = Layout::kApplyBound ? 2 : 1;
   __device__ __forceinline__ void apply_tiles_norm(const IhcArguments& a, int warp) const {
 #pragma unroll 1

@@ -8,9 +8,10 @@ namespace hccupy {
 template <class Layout>
 struct StreamCopy : Layout {
   using Shape = typename Layout::Shape;
-  using Layout::kHc, Layout::kVec, Layout::kPost, Layout::kColumns, Layout::kRowBytes, Layout::kTokenBytes, Layout::kPostBytes, Layout::kStages,
-      Layout::kInFlight, Layout::kStageBytes;
-  using Layout::stages, Layout::full, Layout::empty, Layout::y_full, Layout::h_in, Layout::rank, Layout::lane, Layout::tiles;
+  using Layout::kHc, Layout::kVec, Layout::kPost, Layout::kColumns, Layout::kRowBytes, Layout::kTokenBytes,
+      Layout::kPostBytes, Layout::kStages, Layout::kInFlight, Layout::kStageBytes;
+  using Layout::stages, Layout::full, Layout::empty, Layout::y_full, Layout::h_in, Layout::rank, Layout::lane,
+      Layout::tiles;
 
   // One row of kRowBytes by the whole warp, for memory that bulk copies cannot reach.
   __device__ __forceinline__ void copy_row(char* to, const char* from) const {
@@ -20,10 +21,10 @@ struct StreamCopy : Layout {
     for (int k = lane; k < kWords; k += 32) reinterpret_cast<Word*>(to)[k] = reinterpret_cast<const Word*>(from)[k];
   }
 
-  // copy(token, channel) for the rows of a tile: a row a lane, or all by one lane. The compiler puts a loop over the lanes around a
-  // bulk copy, 70 cycles a copy and 1.1 us a tile, unless one lane asks for it that elect.sync has named. Narrow rows wait for that
-  // (hidden 4096, 16384 tokens: 208 -> 176 us); at 6144 the bytes take longer, and copies that come slower are even better (235.7, by
-  // one lane 239.1; with a norm 263.7 and 270.5).
+  // copy(token, channel) for the rows of a tile: a row a lane, or all by one lane. The compiler puts a loop over the
+  // lanes around a bulk copy, 70 cycles a copy and 1.1 us a tile, unless one lane asks for it that elect.sync has
+  // named. Narrow rows wait for that (hidden 4096, 16384 tokens: 208 -> 176 us); at 6144 the bytes take longer, and
+  // copies that come slower are even better (235.7, by one lane 239.1; with a norm 263.7 and 270.5).
   template <class Copy>
   __device__ __forceinline__ void each_row(int count, Copy copy) const {
     if constexpr (kRowBytes <= 1280) {
@@ -46,11 +47,13 @@ struct StreamCopy : Layout {
         : rows((kPost ? a.residual : a.x) + 2LL * rank * kColumns),
           token_stride(2 * (kPost ? a.residual_tokens : a.x_tokens)),
           hc_stride(2 * (kPost ? a.residual_hc : a.x_hc)) {}
-    __device__ __forceinline__ const char* row(long long token, int channel) const { return rows + token * token_stride + channel * hc_stride; }
+    __device__ __forceinline__ const char* row(long long token, int channel) const {
+      return rows + token * token_stride + channel * hc_stride;
+    }
   };
 
-  // Before the wait for the previous grid, which may still be making x: L2 fetches the lines and stays coherent. Line by line: the
-  // copy engine is left to the loader.
+  // Before the wait for the previous grid, which may still be making x: L2 fetches the lines and stays coherent. Line
+  // by line: the copy engine is left to the loader.
   __device__ __forceinline__ void prefetch_tiles(const IhcArguments& a) const {
     const Source from(a, rank);
     for (int tile = 0; tile < Layout::kPrefetch && tile < tiles; ++tile) {
@@ -59,7 +62,8 @@ struct StreamCopy : Layout {
       for (int row = 0; row < rows; ++row) prefetch_row(from.row(first + row / kHc, row % kHc));
       if constexpr (kPost) {
 #pragma unroll 1
-        for (int row = 0; row < this->tile_count(tile); ++row) prefetch_row(a.x + 2 * ((first + row) * a.x_tokens + rank * kColumns));
+        for (int row = 0; row < this->tile_count(tile); ++row)
+          prefetch_row(a.x + 2 * ((first + row) * a.x_tokens + rank * kColumns));
       }
     }
   }
@@ -89,11 +93,13 @@ struct StreamCopy : Layout {
         if (lane == 0) barrier_expect(barrier, count * (kHc + (kPost ? 1 : 0)) * kRowBytes);
         __syncwarp();
         each_row(count, [&](int token, int channel) {
-          bulk_load(stage + token * kTokenBytes + channel * kRowBytes, from.row(first + token, channel), kRowBytes, barrier);
+          bulk_load(stage + token * kTokenBytes + channel * kRowBytes, from.row(first + token, channel), kRowBytes,
+                    barrier);
         });
         if constexpr (kPost) {
           if (lane < count)
-            bulk_load(stage + kTileTokens * kTokenBytes + lane * kPostBytes, post + 2 * ((first + lane) * a.x_tokens), kRowBytes, barrier);
+            bulk_load(stage + kTileTokens * kTokenBytes + lane * kPostBytes, post + 2 * ((first + lane) * a.x_tokens),
+                      kRowBytes, barrier);
         }
       } else {
         for (int row = 0; row < count * kHc; ++row)
@@ -106,7 +112,9 @@ struct StreamCopy : Layout {
         if (lane == 0) barrier_arrive(barrier);
       }
       if constexpr (kPost) {
-        if (token < count) copy_word(h_in + (turn.index * kTileTokens + token) * kHc + channel, a.h_post + (first + token) * a.h_post_tokens + channel);
+        if (token < count)
+          copy_word(h_in + (turn.index * kTileTokens + token) * kHc + channel,
+                    a.h_post + (first + token) * a.h_post_tokens + channel);
         copy_words_arrive(barrier);
       }
     }
@@ -124,14 +132,16 @@ struct StreamCopy : Layout {
       const int count = this->places[turn.index].y;
       if constexpr (kVec == 8) {
         each_row(count, [&](int token, int channel) {
-          bulk_store(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc), stage + token * kTokenBytes + channel * kRowBytes, kRowBytes);
+          bulk_store(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc),
+                     stage + token * kTokenBytes + channel * kRowBytes, kRowBytes);
         });
         bulk_commit();
         bulk_wait_read();
       } else {
         for (int row = 0; row < count * kHc; ++row) {
           const int token = row / kHc, channel = row % kHc;
-          copy_row(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc), stage + token * kTokenBytes + channel * kRowBytes);
+          copy_row(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc),
+                   stage + token * kTokenBytes + channel * kRowBytes);
         }
       }
       __syncwarp();

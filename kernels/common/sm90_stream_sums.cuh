@@ -1,4 +1,5 @@
-// The streaming iHC kernel's sums: dots and squares of a tile by tensor cores, their exchange in the cluster, the gates.
+// The streaming iHC kernel's sums: dots and squares of a tile by tensor cores, their exchange in the cluster, the
+// gates.
 #pragma once
 
 #include "common/sm90_stream.cuh"
@@ -8,16 +9,19 @@ namespace hccupy {
 template <class Layout>
 struct StreamSums : Layout {
   using Shape = typename Layout::Shape;
-  using Layout::kHc, Layout::kXDtype, Layout::kPost, Layout::kRanks, Layout::kMmaWarps, Layout::kUnits, Layout::kRowBytes,
-      Layout::kTokenBytes, Layout::kPostBytes, Layout::kStages, Layout::kStageBytes, Layout::kSlots, Layout::kSlotBytes;
-  using Layout::stages, Layout::partials, Layout::slots, Layout::gates, Layout::h_in, Layout::rank, Layout::lane, Layout::tiles, Layout::fresh_thread;
-  using Layout::full, Layout::empty, Layout::y_full, Layout::gates_full, Layout::slot_full, Layout::partials_full, Layout::partials_empty;
+  using Layout::full, Layout::empty, Layout::y_full, Layout::gates_full, Layout::slot_full, Layout::partials_full,
+      Layout::partials_empty;
+  using Layout::kHc, Layout::kXDtype, Layout::kPost, Layout::kRanks, Layout::kMmaWarps, Layout::kUnits,
+      Layout::kRowBytes, Layout::kTokenBytes, Layout::kPostBytes, Layout::kStages, Layout::kStageBytes, Layout::kSlots,
+      Layout::kSlotBytes;
+  using Layout::stages, Layout::partials, Layout::slots, Layout::gates, Layout::h_in, Layout::rank, Layout::lane,
+      Layout::tiles, Layout::fresh_thread;
   static constexpr int kUnitsAtOnce = Layout::kWeightRegisters <= 96 ? 3 : 1;
 
   __device__ __forceinline__ void multiply_tiles(const IhcArguments& a, int warp) const {
     const int first_unit = (rank * kMmaWarps + warp) * kUnits;
-    // The grid has one row, but the compiler does not know, so that a test of it ends a basic block: without that, ptxas
-    // interleaves the units until weights spill (64 bytes at every register count tried, 200 to 240).
+    // The grid has one row, but the compiler does not know, so that a test of it ends a basic block: without that,
+    // ptxas interleaves the units until weights spill (64 bytes at every register count tried, 200 to 240).
     unsigned int rows;
     asm volatile("mov.u32 %0, %%nctaid.y;" : "=r"(rows));
     typename Shape::Weights weights[kUnits];
@@ -41,7 +45,8 @@ struct StreamSums : Layout {
       // A chunk's first unit is odd where kUnits is: its group and half are known at run time only.
       const auto place = [&](int u, int b) {
         const int unit = warp * kUnits + u;
-        return reinterpret_cast<uint4*>(stage + g * kTokenBytes + ((unit & 1) * Shape::kHalf + b) * kRowBytes + (unit >> 1) * 64 + t * 16);
+        return reinterpret_cast<uint4*>(stage + g * kTokenBytes + ((unit & 1) * Shape::kHalf + b) * kRowBytes +
+                                        (unit >> 1) * 64 + t * 16);
       };
       float4 total;
 #pragma unroll
@@ -54,7 +59,9 @@ struct StreamSums : Layout {
           const int unit = warp * kUnits + u;
           const float* h = h_in + (index * kTileTokens + g) * kHc + (unit & 1) * Shape::kHalf;
           float post[8];
-          unpack<kXDtype>(*reinterpret_cast<uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes + (unit >> 1) * 64 + t * 16), post);
+          unpack<kXDtype>(
+              *reinterpret_cast<uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes + (unit >> 1) * 64 + t * 16),
+              post);
 #pragma unroll
           for (int b = 0; b < Shape::kHalf; ++b) {
             v[b] = post_octet<kXDtype>(post, v[b], h[b]);
@@ -97,7 +104,8 @@ struct StreamSums : Layout {
       const auto chunk = [&](int k) { return *reinterpret_cast<const float4*>(from + k * kPartials); };
       const float4 low = (chunk(0) + chunk(1)) + (chunk(2) + chunk(3));
       const float4 sum = low + ((chunk(4) + chunk(5)) + (chunk(6) + chunk(7)));
-      const unsigned int to = shared_address(slots + (pair * kRanks + rank) * kPartials + 4 * lane), barrier = shared_address(&slot_full[pair]);
+      const unsigned int to = shared_address(slots + (pair * kRanks + rank) * kPartials + 4 * lane),
+                         barrier = shared_address(&slot_full[pair]);
 #pragma unroll
       for (int peer = 0; peer < kRanks; ++peer) store_peer(peer_address(to, peer), sum, peer_address(barrier, peer));
     }
@@ -120,7 +128,9 @@ struct StreamSums : Layout {
       barrier_wait_cluster(&slot_full[pair.index], pair.parity);
       if (lane == 0) barrier_expect(&slot_full[pair.index], kSlotBytes);
       const float* from = slots + pair.index * kRanks * kPartials;
-      const auto dots = [&](int r) { return *reinterpret_cast<const float2*>(from + r * kPartials + g * kOutputs + out); };
+      const auto dots = [&](int r) {
+        return *reinterpret_cast<const float2*>(from + r * kPartials + g * kOutputs + out);
+      };
       const auto square = [&](int r) { return from[r * kPartials + kTileTokens * kOutputs + g]; };
       const auto add = [](float2 x, float2 y) { return float2{x.x + y.x, x.y + y.y}; };
       float2 dot = add(add(dots(0), dots(1)), add(dots(2), dots(3)));
@@ -130,7 +140,8 @@ struct StreamSums : Layout {
       const float first = low.template gate<static_cast<int>(Shape::kDepth)>(dot.x, squares, a.norm_eps);
       const int2 place = this->places[turn.index];  // before the gates are told: then the stage may be loaded anew
       const float second = high.template gate<static_cast<int>(Shape::kDepth)>(dot.y, squares, a.norm_eps);
-      if (out < kHc) *reinterpret_cast<float2*>(gates + (turn.index * kTileTokens + g) * kHc + out) = float2{first, second};
+      if (out < kHc)
+        *reinterpret_cast<float2*>(gates + (turn.index * kTileTokens + g) * kHc + out) = float2{first, second};
       __syncwarp();
       if (lane == 0) barrier_arrive(&gates_full[turn.index]);
       if (Shape::kOp != kHead && rank == g && g < place.y && out >= kHc && out < 2 * kHc) {
