@@ -34,7 +34,8 @@ def _git(*words: str) -> str:
 
 
 def record(gpu: str) -> dict[str, Any]:
-    """The head of every report under notebooks/results/. Outside a checkout HCCUPY_COMMIT says what the sources are."""
+    """The head of every report under notebooks/results/. In a copy of a checkout HCCUPY_COMMIT says what the sources are."""
+    said = os.environ.get("HCCUPY_COMMIT")  # first: the copy may lie inside another checkout, or carry an older one's .git
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -48,8 +49,8 @@ def record(gpu: str) -> dict[str, Any]:
         versions["nvrtc"] = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": _git("rev-parse", "HEAD") or os.environ.get("HCCUPY_COMMIT", "unknown"),
-        "uncommitted": bool(_git("status", "--porcelain", "--", "kernels", "../kernels", ".")),
+        "commit": said or _git("rev-parse", "HEAD") or "unknown",
+        "uncommitted": not said and bool(_git("status", "--porcelain", "--", "kernels", "../kernels", ".")),
         "gpu": gpu,
         "versions": versions,
         "kernels_digest": kernels_digest(),

@@ -8,7 +8,7 @@ from .errors import ArgumentError
 
 SWITCHES = {
     "HCCUPY_CACHE_DIR": "where compiled kernels are kept (default: the user's cache directory)",
-    "HCCUPY_COMMIT": "what reports say of their sources where there is no git checkout",
+    "HCCUPY_COMMIT": "the commit that reports name, where the sources are a copy of a checkout",
     "HCCUPY_DEBUG": "`1`: check pages, positions and prefix sums on the host before each launch; read at each call, costs a sync",
     "HCCUPY_HPC": "`1`: engines that `import hpc` get hccupy's stand-in, in every process of vLLM and SGLang",
     "HCCUPY_KERNEL_BUNDLE": "a directory made by `hccupy build`; its kernels come before the cache and the compiler",

@@ -24,6 +24,15 @@ def _raw(a: Any) -> Any:
     return a.view({2: np.int16, 1: np.uint8}[a.dtype.itemsize]) if a.dtype.name in ("bfloat16", "float8_e4m3fn") else a
 
 
+def tensor(array: Any, device: Any) -> Any:
+    """A NumPy array as a tensor of its dtype on `device`."""
+    import torch
+
+    flat = torch.from_numpy(np.ascontiguousarray(_raw(array))).to(device)
+    dtype = getattr(torch, array.dtype.name)
+    return flat if flat.dtype == dtype else flat.view(dtype)
+
+
 def to_torch(given: dict[str, Any]) -> dict[str, Any]:
     """NumPy keyword arguments as CUDA tensors with the same strides; views of one array stay views of one tensor."""
     import torch

@@ -1,4 +1,4 @@
-"""Microseconds and achieved memory rate against tokens, from a bench report."""
+"""Microseconds and share of the floor against tokens, from a bench report."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def plot(report: dict[str, Any], path: Path) -> bool:
     for name, rows in series(report).items():
         tokens = [r["tokens"] for r in rows]
         left.plot(tokens, [r["us"] for r in rows], marker="o", ms=3, label=name)
-        right.plot(tokens, [r["gbps"] / 1e3 for r in rows], marker="o", ms=3, label=name)
-    for axis, title in ((left, "microseconds a call"), (right, "TB/s, each input and output counted once")):
+        right.plot(tokens, [r["share"] for r in rows], marker="o", ms=3, label=name)
+    for axis, title in ((left, "microseconds a call"), (right, "share of the floor: each byte once, at the ceiling of the same run")):
         axis.set(xscale="log", xlabel="tokens", title=title)
         axis.grid(alpha=0.3)
     left.set_yscale("log")
     right.set_ylim(0, None)
-    right.axhline(report["ceilings_tbps"]["read"], color="grey", lw=0.8, label="pure read, same run")
+    right.axhline(1.0, color="grey", lw=0.8)
     right.legend(fontsize=7)
     left.legend(fontsize=7)
     figure.suptitle(f"hccupy on {report['gpu']}, {report['date']}, commit {report['commit'][:9]}; bf16, hc 4, hidden 6144, 64/8 heads of 128")

@@ -1,0 +1,63 @@
+"""What the bench does without a GPU: judge results."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hccupy.bench import inputs, run  # noqa: E402
+from hccupy.dtypes import BY_NAME  # noqa: E402
+from hccupy.ops import REGISTRY  # noqa: E402
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float8_e4m3fn", "int32", "uint8"])
+def test_differing_counts_wrong_elements(name, rng):
+    want = (rng.standard_normal((50, 8)) * 20).astype(BY_NAME[name].np)
+    index = torch.from_numpy(rng.integers(0, 50, 5000))
+    good = inputs.tensor(want, "cpu")[index]
+    assert run.differing(good, want, index) == 0.0
+    bad = good.clone().view(torch.uint8)
+    bad[4990:] ^= 0x55  # in the last chunk, which is shorter
+    assert run.differing(bad.view(good.dtype), want, index) > 0.9 * 10 / 5000
+    assert run.differing(inputs.tensor(want, "cpu"), want, None) == 0.0
+
+
+def test_differing_knows_nan_infinity_and_ulps(rng):
+    want = rng.standard_normal((4, 64)).astype(np.float32)
+    want[0, 0], want[1, 1], want[2, 2] = np.nan, np.inf, -np.inf
+    got = torch.from_numpy(want.copy())
+    assert run.differing(got, want, None) == 0.0
+    for place, value in (((0, 0), 0.0), ((1, 1), 1e38), ((2, 2), np.inf), ((3, 3), np.nan)):
+        changed = got.clone()
+        changed[place] = value
+        assert run.differing(changed, want, None) == 1 / 256, place
+    wide = want.astype(BY_NAME["bfloat16"].np)
+    near, far = (inputs.tensor((wide.astype(np.float32) * k).astype(wide.dtype), "cpu") for k in (1.004, 1.03))
+    assert run.differing(near, wide, None) == 0.0
+    assert run.differing(far, wide, None) > 0.9
+
+
+@pytest.mark.parametrize("op", [o for o in REGISTRY if any(c.name.startswith("bench") for c in REGISTRY[o].cases)])
+def test_verify_accepts_the_cpu_path_and_refuses_a_wrong_result(op, rng):
+    """The bench's check on NumPy's own results, as tensors on the CPU."""
+    import hccupy
+
+    spec = REGISTRY[op]
+    case = [c for c in spec.cases if not c.name.startswith("bench")][1]
+    host = spec.make_inputs(case, rng)
+    device = {k: inputs.tensor(v, "cpu") if isinstance(v, np.ndarray) else v for k, v in host.items()}
+    result = getattr(hccupy, op)(**device)
+    got = result if isinstance(result, tuple) else (result,)
+    run.verify(spec, host, device, None, got)
+    first = next(g for g in (*got, *(device[a.name] for a in spec.args if a.mutated)) if g is not None and g.numel())
+    first.view(torch.uint8).bitwise_xor_(0x41)
+    with pytest.raises(run.WrongResultError, match=op):
+        run.verify(spec, host, device, None, got)
+
+
+def test_peers_are_timed_on_the_model_of_the_goals_only():
+    spec = REGISTRY["ihc_pre"]
+    timed = [c.name for c in spec.cases if c.name.startswith("bench") and run.standard(spec, c)]
+    assert "bench-16384" in timed and "bench-norm-1" in timed and not any("x" in name for name in timed)
