@@ -111,6 +111,14 @@ def binary(plan: Plan) -> bytes:
     return cached(plan) if found is None else found
 
 
+def at_hand(plan: Plan) -> bool:
+    """Is the binary in the bundle or the user's cache?"""
+    if bundle.find(identity(plan), sources_digest().hex()) is not None:
+        return True
+    folder = cache.usable()
+    return folder is not None and cache.read(folder / f"{key(plan)}.cubin") is not None
+
+
 def cached(plan: Plan) -> bytes:
     """As `binary` without the bundle; one INFO line a cold compile.
 

@@ -71,7 +71,7 @@ def _asked(options: argparse.Namespace, everything: bool) -> Any:
     return requests(op, sizes, options.dtype, options.hidden, options.hc, options.heads, options.head_dim, everything)
 
 
-def _bar(items: Sequence[Any], title: str) -> Iterable[Any]:
+def _bar(items: Iterable[Any], title: str, total: int) -> Iterable[Any]:
     """`items` under a progress bar, where rich is installed and somebody is watching."""
     try:
         from rich.console import Console
@@ -79,8 +79,24 @@ def _bar(items: Sequence[Any], title: str) -> Iterable[Any]:
     except ImportError:
         return items
     console = Console(stderr=True)
-    bar: Iterable[Any] = track(items, title, console=console, disable=not console.is_terminal)
+    bar: Iterable[Any] = track(items, title, total, console=console, disable=not console.is_terminal)
     return bar
+
+
+def _compiled(todo: Sequence[Any], jobs: int | None, title: str) -> int:
+    """Have the kernels in the cache, compiled in several processes where that is quicker; how many were compiled."""
+    from . import build as builds
+    from . import cache as store
+    from .warmup import compile_in_processes, workers
+
+    missing = [p for p in todo if not builds.at_hand(p)]
+    count = workers(len(missing), jobs)
+    if count > 1 and store.usable():
+        return sum(_bar(compile_in_processes(missing, count), title, len(missing)))
+    before = len(builds.compiled)
+    for made in _bar(missing, title, len(missing)):
+        builds.binary(made)
+    return len(builds.compiled) - before
 
 
 def warmup(options: argparse.Namespace) -> int:
@@ -92,10 +108,12 @@ def warmup(options: argparse.Namespace) -> int:
     for name in options.arch or [None]:
         found, device = target(name)
         todo = plans(asked, found)
-        start, before = time.perf_counter(), len(builds.compiled)
-        for made in _bar(todo, f"kernels for {found.name}"):
+        start = time.perf_counter()
+        fresh = _compiled(todo, options.jobs, f"kernels for {found.name}")
+        before = len(builds.compiled)
+        for made in todo:
             ready(made, device)
-        seconds, fresh = time.perf_counter() - start, len(builds.compiled) - before
+        seconds, fresh = time.perf_counter() - start, fresh + len(builds.compiled) - before
         print(f"{len(todo)} kernels for {found.name} {'ready' if device is None else 'loaded'} in {seconds:.1f} s, {fresh} of them compiled")
     return 0
 
@@ -111,7 +129,8 @@ def build(options: argparse.Namespace) -> int:
     for name in options.arch:
         found = arch.named(name)
         todo += plans(asked, found) + ([clusters.probe(found, 8)] if found.clusters_of_8 else [])
-    made = [(builds.identity(p), p, builds.cached(p)) for p in _bar(todo, "kernels")]
+    _compiled(todo, options.jobs, "kernels")
+    made = [(builds.identity(p), p, builds.cached(p)) for p in todo]
     nvrtc = ".".join(map(str, cuda.nvrtc_version()))
     held = bundle.write(options.output, made, builds.sources_digest().hex(), nvrtc)
     print(f"{len(made)} kernels written, {held} in {options.output}. Use it: HCCUPY_KERNEL_BUNDLE={options.output.resolve()}")
@@ -182,6 +201,7 @@ def _sizes(p: argparse.ArgumentParser) -> None:
     p.add_argument("--head-dim", type=int, default=128, metavar="D", help="(default: %(default)s)")
     p.add_argument("--all", action="store_true", help="all ops: --hidden 6144 --heads 64/8 where those are not given")
     p.add_argument("--dtype", default="bfloat16", help="(default: %(default)s)")
+    p.add_argument("--jobs", "-j", type=int, metavar="N", help="processes to compile in (default: one a core)")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -64,7 +64,9 @@ def status(tests: dict[str, Any], bench: dict[str, Any], demo: dict[str, Any]) -
     lines += ["", f"Host time a call with torch tensors, in microseconds (allocating / `out=` / `hccupy.bind`): {', '.join(words)}."]
     compiled = [r["compile_s"] for r in bench["records"] if "compile_s" in r]
     if compiled:
-        lines.append(f"Cold compile of a kernel (the GPU suite running beside it): median {sorted(compiled)[len(compiled) // 2]:.2f} s, longest {max(compiled):.2f} s.")
+        lines.append(
+            f"Cold compile of a kernel (the GPU suite running beside it): median {sorted(compiled)[len(compiled) // 2]:.2f} s, longest {max(compiled):.2f} s."
+        )
     rates = {r["how"]: r["tokens_per_s"] for r in demo["decode"]}
     same = "the same tokens" if all(r["same"] for r in demo["decode"]) else "not the same tokens everywhere"
     lines += ["", f"SmolLM2-135M as an iHC network on {demo['gpu']}, fp32 weights, decoded tokens a second ({same}):"]

@@ -7,7 +7,10 @@ request counts. `walk` finds them by asking the launch functions, which are pure
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator
+import multiprocessing
+import os
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +72,35 @@ def ready(made: Plan, device: int | None) -> None:
         build.binary(made)
     else:
         build.function(made, device)
+
+
+def compile_in_processes(todo: Sequence[Plan], jobs: int) -> Iterator[int]:
+    """Compile into the cache what it lacks, in `jobs` processes; for each kernel that is done, 1 if it was compiled and 0 if not.
+
+    NVRTC serves one compilation at a time in a process. For command lines: processes are spawned, which runs the caller's main
+    module again unless it is guarded.
+    """
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(_compile, made) for made in todo]
+        try:
+            for done in as_completed(waiting):
+                yield done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _compile(made: Plan) -> int:
+    before = len(build.compiled)
+    build.binary(made)
+    return len(build.compiled) - before
+
+
+def workers(kernels: int, jobs: int | None) -> int:
+    """How many processes to compile so many kernels in: `jobs`, or a core each, but no more than it takes to be quicker.
+
+    A process starts in about the time of two compilations.
+    """
+    return min(jobs or len(os.sched_getaffinity(0)), max(kernels // 4, 1))
 
 
 def walk(op: str, sizes: dict[str, Any], dtype: str, on: Arch) -> list[Plan]:

@@ -10,7 +10,7 @@ import pytest
 
 import hccupy
 from hccupy import arch, build, cache, cli, explain, plan
-from hccupy.errors import ArgumentError, NoGpuError, ShapeError, UnknownOpError
+from hccupy.errors import ArgumentError, CompileError, NoGpuError, ShapeError, UnknownOpError
 from hccupy.ops import REGISTRY
 from hccupy.spec import Launch
 
@@ -222,3 +222,33 @@ def test_requests_of_a_model():
     assert ask(everything=True, hidden=4096) != everything == ask(hidden=6144, heads=(64, 8))
     for op, sizes, dtype in everything:
         assert warmup.walk(op, sizes, dtype, arch.named("sm_120a"))
+
+
+def test_command_in_processes(run, capsys):
+    """The same kernels as one after the other, each compiled once; a second time there is nothing to do."""
+    words = ("store_kv", "kv_heads=2", "head_dim=64", "--arch", "80,90a")
+    status, out, _ = run(*words, "--jobs", "2")
+    counts = [int(line.split()[0]) for line in out.splitlines()]
+    assert status == 0 and sum(counts) == len([p for p in cache.entries() if p.suffix == ".cubin"])
+    assert [line.endswith(f"{n} of them compiled") for n, line in zip(counts, out.splitlines(), strict=True)] == [True, True]
+    assert run(*words)[1].count(" 0 of them compiled") == 2
+
+
+def test_processes_compile_into_the_cache(folder):
+    made = warmup.walk("store_kv", {"kv_heads": 2, "head_dim": 64}, "float32", arch.named("sm_90a"))[:3]
+    assert sorted(warmup.compile_in_processes(made, 2)) == [1] * len(made)
+    assert all(build.at_hand(p) for p in made)
+    assert sorted(warmup.compile_in_processes(made, 2)) == [0] * len(made)
+
+
+def test_a_kernel_that_does_not_compile_stops_the_processes(folder):
+    made = warmup.walk("store_kv", {"kv_heads": 2, "head_dim": 64}, "float32", arch.named("sm_90a"))[0]
+    broken = [replace(made, defines={**made.defines, "kParts": f"no_{i}"}) for i in range(6)]
+    with pytest.raises(CompileError, match="store_kv"):
+        list(warmup.compile_in_processes(broken, 2))
+
+
+@pytest.mark.parametrize("kernels, jobs, expected", [(0, None, 1), (7, None, 1), (400, 3, 3), (12, 64, 3), (1, 8, 1)])
+def test_workers(kernels, jobs, expected, monkeypatch):
+    monkeypatch.setattr(warmup.os, "sched_getaffinity", lambda pid: range(64))
+    assert warmup.workers(kernels, jobs) == expected
