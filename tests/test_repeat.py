@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import struct
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -300,3 +302,27 @@ def test_cupy_tells_arrays_apart(monkeypatch):
     for other in (a.T, a.astype(np.float16), a[:, ::2], a[:1]):
         assert not check(ndarray(other), ndarray(b))
     assert not check(ndarray(a, device=1), ndarray(b)) and not check(a, ndarray(b)) and not check(None, ndarray(b))
+
+
+def test_no_array_is_kept_alive(gpu):
+    """A remembered call knows shapes, not arrays: activations of the last batch must not stay on the GPU."""
+    gpu.spec = REGISTRY["ihc_post"]
+    arrays_of_call = post()
+    for _ in range(2):
+        result = hccupy.ihc_post(*arrays_of_call)
+    assert repeat.recent["ihc_post"]
+    alive = [weakref.ref(a) for a in (*arrays_of_call, result)]
+    del arrays_of_call, result
+    gc.collect()
+    assert not any(a() for a in alive)
+
+
+def test_torch_keeps_no_tensor_alive():
+    torch = pytest.importorskip("torch")
+    from hccupy.frameworks import torch_
+
+    x = torch.zeros(10)
+    check, alive = torch_.same((x,)), weakref.ref(x)
+    del x
+    gc.collect()
+    assert alive() is None and check(torch.ones(10))
