@@ -8,7 +8,7 @@ torch tensors the function reads, in essence,
         out, = outs
         if not (out is None and check(x, residual, h_post)): return MISS
         p_x = x.data_ptr(); p_residual = residual.data_ptr(); p_h_post = h_post.data_ptr()
-        if (p_x | p_residual | p_h_post) & 15: return MISS  (where arrays could overlap: unless these addresses were seen before)
+        if (p_x, p_residual, p_h_post,) not in seen and not fine(p_x, p_residual, p_h_post,): return MISS
         ...
         out = new(residual); p_out = out.data_ptr()
         pack(buffer, 0, p_x, p_residual, p_h_post, p_out)
@@ -81,16 +81,12 @@ def write(
         return True
 
     names = ", ".join(tensors)
-    bits = " | ".join(f"p_{n}" for n in tensors)
     pointers = "".join(f"p_{n}, " for n in tensors)
-    known = f"if ({pointers}) not in seen and not fine({pointers}): return MISS" if tensors else ""
-    if tensors and not binding.pairs and not any(align):  # nothing that could overlap: the set is not worth its 0.1 us
-        known = f"if ({bits}) & 15: return MISS"
     text = [
         *before,
         f"    if not check({names}): return MISS",
         *(f"    p_{n} = {n}.{framework.ADDRESS}" for n in tensors),
-        f"    {known}",
+        f"    if ({pointers}) not in seen and not fine({pointers}): return MISS" if tensors else "",
         "    try:",
         f"        if current_device() != {binding.bound.device[1]}{' or debug()' if spec.debug else ''}: return MISS",
         *(f"        {n} = {how}; p_{n} = {n}.{framework.ADDRESS}" for n, how in fresh.items()),
