@@ -61,7 +61,7 @@ def pytest_configure(config):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """With -m gpu: write notebooks/results/<gpu>/tests.json (HCCUPY_REPORT names another place)."""
+    """With -m gpu: write notebooks/results/<gpu>/tests.json (GPU_REPORT names another place)."""
     if session.config.getoption("-m") != "gpu" or session.config.option.collectonly:
         return
     if hasattr(session.config, "workeroutput"):
@@ -73,7 +73,7 @@ def pytest_sessionfinish(session, exitstatus):
     counts = {k: len(terminal.stats.get(k, [])) for k in ("passed", "failed", "error", "skipped")}
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     word = "h200" if "H200" in name else name.lower().replace(" ", "-")
-    path = Path(os.environ.get("HCCUPY_REPORT") or ROOT / "notebooks" / "results" / word / "tests.json")
+    path = Path(os.environ.get("GPU_REPORT") or ROOT / "notebooks" / "results" / word / "tests.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {**record(name), "counts": counts, "exit": int(exitstatus), "cold_compile_s": compile_times()}
     path.write_text(json.dumps({**head, "worst": report.rows()}, indent=1) + "\n")

@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hccupy import arch  # noqa: E402
 from hccupy.bench import inputs, run  # noqa: E402
 from hccupy.dtypes import BY_NAME  # noqa: E402
 from hccupy.ops import REGISTRY  # noqa: E402
@@ -61,3 +62,16 @@ def test_peers_are_timed_on_the_model_of_the_goals_only():
     spec = REGISTRY["ihc_pre"]
     timed = [c.name for c in spec.cases if c.name.startswith("bench") and run.standard(spec, c)]
     assert "bench-16384" in timed and "bench-norm-1" in timed and not any("x" in name for name in timed)
+
+
+def test_precompile_guesses_every_case(monkeypatch):
+    """One plan a case, from the case alone; those that share a binary are compiled once."""
+    compiled = []
+    monkeypatch.setattr(run.arch, "of_device", lambda index: arch.named("sm_90a"))
+    monkeypatch.setattr(run.build, "at_hand", lambda plan: False)
+    monkeypatch.setattr(run, "compile_in_processes", lambda plans, jobs: [1 for p in plans if not compiled.append(p)])
+    todo = [(s, c) for s in REGISTRY.values() for c in s.cases if c.name.startswith("bench")]
+    assert run.precompile(todo) == len(compiled) == len({run.build.identity(p) for p in compiled}) < len(todo)
+    assert {p.op for p in compiled} == set(REGISTRY)
+    assert {p.defines["kHasRmsWeight"] for p in compiled if p.op == "ihc_pre"} == {0, 1}
+    assert {p.defines["kHasQNormWeight"] for p in compiled if p.op == "rope_norm_store_kv"} == {1}
