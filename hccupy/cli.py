@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def _asked(options: argparse.Namespace, everything: bool) -> Any:
     return requests(op, sizes, options.dtype, options.hidden, options.hc, options.heads, options.head_dim, everything)
 
 
-def _bar(items: Iterable[Any], title: str, total: int) -> Iterable[Any]:
+def _bar(title: str, items: Iterable[Any], total: int) -> Iterable[Any]:
     """`items` under a progress bar, where rich is installed and somebody is watching."""
     try:
         from rich.console import Console
@@ -83,35 +84,18 @@ def _bar(items: Iterable[Any], title: str, total: int) -> Iterable[Any]:
     return bar
 
 
-def _compiled(todo: Sequence[Any], jobs: int | None, title: str) -> int:
-    """Have the kernels in the cache, compiled in several processes where that is quicker; how many were compiled."""
-    from . import build as builds
-    from . import cache as store
-    from .warmup import compile_in_processes, workers
-
-    missing = [p for p in todo if not builds.at_hand(p)]
-    count = workers(len(missing), jobs)
-    if count > 1 and store.usable():
-        return sum(_bar(compile_in_processes(missing, count), title, len(missing)))
-    before = len(builds.compiled)
-    for made in _bar(missing, title, len(missing)):
-        builds.binary(made)
-    return len(builds.compiled) - before
-
-
 def warmup(options: argparse.Namespace) -> int:
     """Compile (and load) every kernel that calls of such sizes can need."""
     from . import build as builds
-    from .warmup import plans, ready, target
+    from .warmup import compile_ahead, plans, ready, target
 
     asked = _asked(options, options.all)
     for name in options.arch or [None]:
         found, device = target(name)
         todo = plans(asked, found)
-        start = time.perf_counter()
-        fresh = _compiled(todo, options.jobs, f"kernels for {found.name}")
-        before = len(builds.compiled)
-        for made in todo:
+        start, before, title = time.perf_counter(), len(builds.compiled), f"kernels for {found.name}"
+        fresh = compile_ahead(todo, options.jobs, partial(_bar, f"compiling {title}"))
+        for made in _bar(title, todo, len(todo)):
             ready(made, device)
         seconds, fresh = time.perf_counter() - start, fresh + len(builds.compiled) - before
         print(f"{len(todo)} kernels for {found.name} {'ready' if device is None else 'loaded'} in {seconds:.1f} s, {fresh} of them compiled")
@@ -122,15 +106,15 @@ def build(options: argparse.Namespace) -> int:
     """Write a bundle of cubins."""
     from . import arch, bundle, clusters, cuda
     from . import build as builds
-    from .warmup import TRIAL, plans
+    from .warmup import TRIAL, compile_ahead, plans
 
     asked = [*_asked(options, options.all or not (options.words or options.hidden or options.heads)), TRIAL]
     todo = []
     for name in options.arch:
         found = arch.named(name)
         todo += plans(asked, found) + ([clusters.probe(found, 8)] if found.clusters_of_8 else [])
-    _compiled(todo, options.jobs, "kernels")
-    made = [(builds.identity(p), p, builds.cached(p)) for p in todo]
+    compile_ahead(todo, options.jobs, partial(_bar, "compiling kernels"))
+    made = [(builds.identity(p), p, builds.cached(p)) for p in _bar("kernels", todo, len(todo))]
     nvrtc = ".".join(map(str, cuda.nvrtc_version()))
     held = bundle.write(options.output, made, builds.sources_digest().hex(), nvrtc)
     print(f"{len(made)} kernels written, {held} in {options.output}. Use it: HCCUPY_KERNEL_BUNDLE={options.output.resolve()}")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
 
 from . import arch as arches
-from . import build, cuda, plan
+from . import build, cache, cuda, plan
 from .arch import Arch
 from .errors import ArgumentError, DtypeError, HccupyError, NoGpuError
 from .explain import here, imagine
@@ -63,7 +63,7 @@ def target(arch: str | None) -> tuple[Arch, int | None]:
     found = here()
     if found is None:
         raise NoGpuError("warmup: expected a usable GPU or an architecture, got neither. Name one (--arch 90a) to compile into the cache; see `hccupy doctor`.")
-    return found, int(cuda.cupy().cuda.runtime.getDevice())
+    return found, cuda.current_device()
 
 
 def ready(made: Plan, device: int | None) -> None:
@@ -93,6 +93,17 @@ def _compile(made: Plan) -> int:
     before = len(build.compiled)
     build.binary(made)
     return len(build.compiled) - before
+
+
+def compile_ahead(todo: Iterable[Plan], jobs: int | None, bar: Callable[[Iterable[int], int], Iterable[int]] = lambda items, total: items) -> int:
+    """Have what bundle and cache lack in the cache, where several processes are quicker; how many kernels were compiled.
+
+    Otherwise, and where there is no cache to keep them in, nothing: whoever asks for the kernels compiles them. bar(items, total)
+    shows progress.
+    """
+    missing = [p for p in todo if not build.at_hand(p)]
+    count = workers(len(missing), jobs)
+    return sum(bar(compile_in_processes(missing, count), len(missing))) if count > 1 and cache.usable() else 0
 
 
 def workers(kernels: int, jobs: int | None) -> int:

@@ -68,8 +68,7 @@ def test_precompile_guesses_every_case(monkeypatch):
     """One plan a case, from the case alone; those that share a binary are compiled once."""
     compiled = []
     monkeypatch.setattr(run.arch, "of_device", lambda index: arch.named("sm_90a"))
-    monkeypatch.setattr(run.build, "at_hand", lambda plan: False)
-    monkeypatch.setattr(run, "compile_in_processes", lambda plans, jobs: [1 for p in plans if not compiled.append(p)])
+    monkeypatch.setattr(run, "compile_ahead", lambda plans, jobs: compiled.extend(plans) or len(compiled))
     todo = [(s, c) for s in REGISTRY.values() for c in s.cases if c.name.startswith("bench")]
     assert run.precompile(todo) == len(compiled) == len({run.build.identity(p) for p in compiled}) < len(todo)
     assert {p.op for p in compiled} == set(REGISTRY)

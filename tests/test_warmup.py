@@ -226,8 +226,10 @@ def test_requests_of_a_model():
 
 def test_command_in_processes(run, capsys):
     """The same kernels as one after the other, each compiled once; a second time there is nothing to do."""
-    words = ("store_kv", "kv_heads=2", "head_dim=64", "--arch", "80,90a")
+    words = ("zero_kv_tail", "kv_heads=2", "head_dim=64", "--arch", "80,90a")
+    here = len(build.compiled)
     status, out, _ = run(*words, "--jobs", "2")
+    assert len(build.compiled) == here  # in other processes: eight kernels are worth two of them
     counts = [int(line.split()[0]) for line in out.splitlines()]
     assert status == 0 and sum(counts) == len([p for p in cache.entries() if p.suffix == ".cubin"])
     assert [line.endswith(f"{n} of them compiled") for n, line in zip(counts, out.splitlines(), strict=True)] == [True, True]
@@ -239,6 +241,18 @@ def test_processes_compile_into_the_cache(folder):
     assert sorted(warmup.compile_in_processes(made, 2)) == [1] * len(made)
     assert all(build.at_hand(p) for p in made)
     assert sorted(warmup.compile_in_processes(made, 2)) == [0] * len(made)
+
+
+def test_without_a_cache_each_kernel_is_compiled_once(run, tmp_path, monkeypatch):
+    """Nothing can be kept between processes: none are started, and nothing is compiled ahead only to be thrown away."""
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("HCCUPY_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(warmup, "compile_in_processes", lambda *a: pytest.fail("processes without a cache"))
+    before = len(build.compiled)
+    status, out, _ = run("zero_kv_tail", "kv_heads=2", "head_dim=64", "--arch", "90a", "--jobs", "2")
+    count = int(out.split()[0])
+    assert status == 0 and count > 7 and len(build.compiled) - before == count
+    assert out.strip().endswith(f"{count} of them compiled")
 
 
 def test_a_kernel_that_does_not_compile_stops_the_processes(folder):

@@ -15,7 +15,7 @@ import numpy as np
 
 import hccupy
 
-from .. import arch, build, cache, plan
+from .. import arch, build, plan
 from ..dtypes import BY_NAME
 from ..errors import HccupyError, NoGpuError
 from ..explain import imagine
@@ -23,7 +23,7 @@ from ..ops import REGISTRY
 from ..plan import Plan
 from ..provenance import record
 from ..spec import Case, OpSpec
-from ..warmup import compile_in_processes, workers
+from ..warmup import compile_ahead
 from . import inputs, peers, timing
 from .chain import chain_times
 from .plot import plot
@@ -186,13 +186,12 @@ def precompile(todo: Sequence[tuple[OpSpec, Case]]) -> int:
             sizes |= {"tokens": sum(case.options["new"]), "requests": len(case.options["new"])}
         made = plan.make(spec, imagine(spec, {**case.axes, **sizes}, case.dtype), arch.of_device(0))
         found[build.identity(made)] = made
-    missing = [p for p in found.values() if not build.at_hand(p)]
-    return sum(compile_in_processes(missing, workers(len(missing), None))) if missing and cache.usable() else 0
+    return compile_ahead(found.values(), None)
 
 
 def compile_seconds(made: Plan, seen: set[Any]) -> dict[str, float]:
     """{"compile_s": a cold compile, NVRTC's own cache off}, the first time that such a kernel is met."""
-    kind = (made.op, made.variant, *(made.defines.get(d) for d in ("kHc", "kHasRmsWeight", "kRing", "kSteps", "kRanks", "kVec")))
+    kind = (made.op, made.variant, *(made.defines.get(d) for d in ("kHc", "kHasRmsWeight", "kRing", "kSteps", "kVec")))
     if kind in seen:
         return {}
     seen.add(kind)
