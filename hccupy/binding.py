@@ -87,7 +87,7 @@ class Binding:
             results[i] = made = framework.empty(shape, dtype, self.bound.device, given[0])
             pointers[self.first_out + i] = framework.pointer(made)
         if not self.empty and self.launcher is not None:
-            handle = framework.stream(index, given[0]) if stream is None else stream_handle(stream)
+            handle = framework.stream(index) if stream is None else stream_handle(stream)
             if self.spec.debug is not None and switches.debug():
                 self._debug_cuda(pointers, handle)
             self.launcher(pointers, handle)

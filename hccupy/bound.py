@@ -31,8 +31,7 @@ class BoundCall:
         places = [i for i, p in enumerate(binding.spec.params) if isinstance(p, Arg)]
         # (position in given, position in pointers, facts, alignment) of every array of the example
         self.arrays = [(i, k, made_by.key(given[i]), pointers[k] & 15) for k, i in enumerate(places) if given[i] is not None]
-        self.key, self.pointer, self.stream = made_by.key, made_by.pointer, made_by.stream
-        self.device = binding.bound.device[1]
+        self.key, self.pointer = made_by.key, made_by.pointer
         # The direct way: on CUDA, nothing to allocate.
         self.direct = binding.launcher is not None and not binding.fresh and not binding.empty
         self.result = binding.returned(outs)

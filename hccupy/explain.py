@@ -84,7 +84,7 @@ def here() -> Arch | None:
     """The architecture of the current GPU, or None where there is no usable one."""
     try:
         if cuda.cupy().cuda.runtime.getDeviceCount() > 0:
-            return arches.of_device(cuda.cupy().cuda.runtime.getDevice())
+            return arches.of_device(cuda.current_device())
     except Exception:  # no CuPy, no driver, no device: the CPU path serves
         return None
     return None

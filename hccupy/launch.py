@@ -72,6 +72,7 @@ class Launcher:
         self.rest = struct.pack("=" + "".join(_FORMAT[k] for k in kinds[self.pointers :]), *values(spec, bound))
         self.sizes = [8 if k in ("pointer", "long long") else 4 for k in kinds]
         self.patch = struct.Struct(f"={self.pointers}Q").pack_into
+        self.patched = self.pointers  # how many addresses, from the first on, are told at each call
         self.start = bytes(8 * self.pointers)  # what a new block holds of addresses
         self.function = function
         self.local = threading.local()
@@ -82,7 +83,7 @@ class Launcher:
         other = copy.copy(self)
         other.local = threading.local()
         other.start = struct.pack(f"={self.pointers}Q", *pointers)
-        other.patch = struct.Struct(f"={count}Q").pack_into
+        other.patched, other.patch = count, struct.Struct(f"={count}Q").pack_into
         return other
 
     def block(self) -> tuple[Any, Any, int, Any, int]:

@@ -26,7 +26,7 @@ from typing import Any
 from . import cuda, switches
 from .binding import Binding, stream_handle
 from .launch import Launcher
-from .spec import Scalar
+from .spec import OpSpec, Scalar
 
 MISS: Any = object()  # "not like the call remembered"
 RECENT = 4  # calls remembered an op: decode, prefill, and a few more shapes that take turns
@@ -42,10 +42,19 @@ def served(binding: Binding) -> bool:
     return hasattr(binding.framework, "same") and type(binding.launcher) is Launcher and not binding.empty
 
 
+def _outputs(spec: OpSpec) -> list[str]:
+    """What outputs are called in the functions: not by parameters' names, of which an output may have one."""
+    return [f"out_{o.name}" for o in spec.outputs]
+
+
+def _arrays(spec: OpSpec) -> list[str]:
+    """What all arrays are called, in the kernel's order."""
+    return [a.name for a in spec.args] + _outputs(spec)
+
+
 def write(
     binding: Binding,
     launcher: Any,
-    patched: int,
     tensors: dict[str, Any],
     slots: dict[str, Any],
     before: Iterable[str],
@@ -54,7 +63,7 @@ def write(
 ) -> Call:
     """The function of a call.
 
-    launcher   the binding's, or one like it; the first `patched` addresses are told to it at each call
+    launcher   the binding's, or one like it
     tensors    what is compared, and whose address is looked at: name -> an example
     slots      all arrays of the kernel in its order -> the expression of their address
     before     the signature and what precedes the comparison
@@ -94,7 +103,7 @@ def write(
         "    except Exception: return MISS",  # a forked child, memory at its end: the long way says it in words
         "    try: buffer, config, address, _, table = local.block",
         "    except AttributeError: buffer, config, address, _, table = block()",
-        f"    pack(buffer, 0, {', '.join(map(str, list(slots.values())[:patched]))})",
+        f"    pack(buffer, 0, {', '.join(map(str, list(slots.values())[: launcher.patched]))})",
         f"    config.stream = current_stream({binding.bound.device[1]}) if stream is None else stream_handle(stream)",
         "    code = launch(address, function, table, None)",
         "    if code: refused(code)",
@@ -102,7 +111,7 @@ def write(
     ]
     space = words | {
         "MISS": MISS, "check": framework.same(list(tensors.values())) if tensors else lambda: True, "seen": seen, "fine": fine, "debug": switches.debug,
-        "current_device": cuda.cupy().cuda.runtime.getDevice, "current_stream": framework.current_stream, "stream_handle": stream_handle,
+        "current_device": cuda.cupy().cuda.runtime.getDevice, "current_stream": framework.stream, "stream_handle": stream_handle,
         "local": launcher.local, "block": launcher.block, "pack": launcher.patch, "function": launcher.function, "launch": launcher.call,
         "refused": launcher.refused,
     }  # fmt: skip
@@ -114,7 +123,7 @@ def write(
 def plain(binding: Binding, given: Sequence[Any], outs: Sequence[Any]) -> Call:
     """call(given, outs, stream) for what `run` gets."""
     spec = binding.spec
-    outputs = [f"out_{o.name}" for o in spec.outputs]  # not the parameters' names: an output may have one of those
+    outputs = _outputs(spec)
     values = {p.name: v for p, v in zip(spec.params, given, strict=True)} | dict(zip(outputs, outs, strict=True))
     scalars = {p.name for p in spec.params if isinstance(p, Scalar)}
     tensors = {n: v for n, v in values.items() if n not in scalars and v is not None}
@@ -130,8 +139,7 @@ def plain(binding: Binding, given: Sequence[Any], outs: Sequence[Any]) -> Call:
     for i, shape, dtype in binding.fresh:
         like, words[f"new_{i}"] = binding.framework.beside(list(tensors.values()), shape, dtype)
         fresh[outputs[i]] = f"new_{i}({list(tensors)[like]})"
-    names = [a.name for a in spec.args] + outputs
-    slots = {n: f"p_{n}" if n in tensors or n in fresh else 0 for n in names}
+    slots = {n: f"p_{n}" if n in tensors or n in fresh else 0 for n in _arrays(spec)}
     answers = [n for n, o in zip(outputs, spec.outputs, strict=True) if o.allocate]
     words["answer"] = ", ".join(answers) or "None"
     before = [
@@ -140,24 +148,22 @@ def plain(binding: Binding, given: Sequence[Any], outs: Sequence[Any]) -> Call:
         f"    {''.join(f'{n}, ' for n in outputs)} = outs" if outputs else "",
         f"    if not ({' and '.join(tests) or True}): return MISS",
     ]
-    return write(binding, binding.launcher, len(slots), tensors, slots, before, fresh, words)
+    return write(binding, binding.launcher, tensors, slots, before, fresh, words)
 
 
 def bound(binding: Binding, arrays: dict[str, Any], pointers: Sequence[int], result: Any) -> Call:
     """call(stream, *arrays) for a BoundCall that allocates nothing, called with the first so many arrays; the others stay."""
-    spec = binding.spec
-    names = [a.name for a in spec.args] + [f"out_{o.name}" for o in spec.outputs]
-    slots = {n: f"p_{n}" if n in arrays else p for n, p in zip(names, pointers, strict=True)}
+    slots = {n: f"p_{n}" if n in arrays else p for n, p in zip(_arrays(binding.spec), pointers, strict=True)}
     before = [f"def call({', '.join(('stream', *arrays))}):"]
     count = 1 + max((list(slots).index(n) for n in arrays), default=-1)
     launcher: Any = binding.launcher
-    return write(binding, launcher.holding(pointers, count), count, arrays, slots, before, {}, {"answer": "result", "result": result})
+    return write(binding, launcher.holding(pointers, count), arrays, slots, before, {}, {"answer": "result", "result": result})
 
 
 def again(op: str, given: Sequence[Any], outs: Sequence[Any], stream: Any) -> Any:
-    """The result of a call like one of those remembered, which becomes the first, or MISS."""
+    """The result of a call like one of those remembered behind the first, which it becomes, or MISS. run.run has tried the first."""
     calls = recent.get(op, ())
-    for n, call in enumerate(calls):
+    for n, call in enumerate(calls[1:], 1):
         result = call(given, outs, stream)
         if result is not MISS:
             recent[op] = (call, *calls[:n], *calls[n + 1 :])

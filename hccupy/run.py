@@ -104,7 +104,7 @@ def bind(spec: OpSpec, framework: ModuleType, given: Sequence[Any], outs: Sequen
     if bound.device[0] == "cuda" and all(bound.axes[a] for a in spec.empty):
         cuda.check_fork()
         index = bound.device[1]
-        handle = framework.stream(index, given[0]) if stream is None else stream_handle(stream)
+        handle = framework.stream(index) if stream is None else stream_handle(stream)
         with cuda.cupy().cuda.Device(index):
             cuda.ensure_context()  # a thread's first call may be this one
             capturing = cuda.is_capturing(handle)

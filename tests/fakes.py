@@ -103,7 +103,7 @@ FRAMEWORK = SimpleNamespace(
     pointer=lambda x: x.a.ctypes.data & ~15,
     meta=lambda x: arrays.Meta(*[getattr(numpy_.meta(x.a), n) for n in ("shape", "strides", "dtype")], ("cuda", 0)),
     empty=lambda shape, dtype, device, like: Array(np.empty(shape, dtype.np)),
-    stream=lambda device, like: 77,
+    stream=lambda device: 77,
 )
 
 

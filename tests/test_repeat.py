@@ -52,8 +52,7 @@ FRAMEWORK = type(
     vars(fakes.FRAMEWORK)
     | {"same": staticmethod(same), "beside": staticmethod(beside), "ADDRESS": "data_ptr()", "pointer": staticmethod(address)}
     | {"empty": staticmethod(lambda shape, dtype, device, like: Array(np.empty(shape, dtype.np)))}
-    | {k: staticmethod(vars(fakes.FRAMEWORK)[k]) for k in ("key", "meta", "stream")}
-    | {"current_stream": staticmethod(lambda device: 77)},
+    | {k: staticmethod(vars(fakes.FRAMEWORK)[k]) for k in ("key", "meta", "stream")},
 )
 
 

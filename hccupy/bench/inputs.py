@@ -45,7 +45,7 @@ def to_torch(given: dict[str, Any]) -> dict[str, Any]:
             continue
         root = _root(a)
         if id(root) not in roots:
-            roots[id(root)] = torch.from_numpy(np.ascontiguousarray(_raw(root)).reshape(-1)).cuda()
+            roots[id(root)] = tensor(root.reshape(-1), "cuda")
         flat = roots[id(root)]
         dtype = getattr(torch, a.dtype.name)
         flat = flat if flat.dtype == dtype else flat.view(torch.uint8).view(dtype)

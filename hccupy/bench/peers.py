@@ -24,7 +24,7 @@ def eager_pre(k: Kwargs) -> Any:
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + k["rms_eps"]) * k["rms_weight"].float()
     if k["w"].shape[0] == hc:
         return y.to(x.dtype)
-    h_post = 2.0 * torch.sigmoid(mixes[:, hc:] * k["hc_scale"][1] + k["hc_base"][hc:]) + k["hc_eps"]
+    h_post = k.get("magnitude", 2.0) * torch.sigmoid(mixes[:, hc:] * k["hc_scale"][1] + k["hc_base"][hc:]) + k["hc_eps"]
     return y.to(x.dtype), h_post
 
 

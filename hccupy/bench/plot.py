@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 
+def of_the_model(record: dict[str, Any]) -> bool:
+    """Is this one of ours at the sizes that figures and tables show: bf16, hc 4, hidden 6144; 64 heads, dense, not at a block's first slot?"""
+    sizes = (record.get("hc"), record.get("hidden"), record["dtype"]) in ((4, 6144, "bfloat16"), (None, None, "bfloat16"))
+    rope = record.get("q_heads") in (None, 64) and record.get("layout", "dense") == "dense" and record.get("length") != 1025
+    return "peer" not in record and sizes and rope
+
+
 def series(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Our records by curve: op, with the norm, mode and heads that tell curves apart; each sorted by tokens."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for r in report["records"]:
-        main = (r.get("hc"), r.get("hidden"), r["dtype"]) in ((4, 6144, "bfloat16"), (None, None, "bfloat16"))
-        if "peer" in r or not main or r.get("length") == 1025 or r.get("q_heads") not in (None, 64) or r.get("layout", "dense") != "dense":
-            continue
+    for r in filter(of_the_model, report["records"]):
         name = r["op"] + (" + norm" if r.get("norm") else "") + (f" {r['mode']}" if "mode" in r else "")
         found.setdefault(name, []).append(r)
     return {n: sorted(rows, key=lambda r: r["tokens"]) for n, rows in found.items() if len(rows) > 1}

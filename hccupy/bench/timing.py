@@ -22,7 +22,7 @@ WARM_SECONDS = 0.1  # the first op measured showed 2 us too much after 50 calls
 
 def sets_for(touched: int) -> int:
     """How many buffer sets of `touched` bytes make a rotation cold."""
-    return max(2, min(MOST_SETS, -(-COLD_BYTES // max(touched, 1))))
+    return max(2, min(MOST_SETS, ceil_div(COLD_BYTES, max(touched, 1))))
 
 
 def graph_us(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> dict[str, float]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
+from .. import switches
 
 
 def register() -> None:
     """With HCCUPY_HPC=1, stand in for hpc-ops. Otherwise nothing happens, and nothing is imported."""
-    if os.environ.get("HCCUPY_HPC") == "1":
+    if switches.on("HCCUPY_HPC"):
         from .install import install_hpc
 
         install_hpc()

@@ -22,6 +22,7 @@ import numpy as np
 
 import hccupy
 
+from ..spec import ceil_div
 from .backend import Backend, Clock
 from .weights import Config
 
@@ -38,14 +39,20 @@ def rope_table(config: Config, positions: int) -> Any:
     return np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
 
 
+def shuffled_pages(length: int, block_size: int) -> Any:
+    """Pages for `length` slots in shuffled order, out of a pool of twice as many; NumPy int64."""
+    blocks = ceil_div(length, block_size)
+    return np.random.default_rng(0).permutation(2 * blocks)[:blocks]
+
+
 class PagedCache:
     """Keys and values of all layers, [num_blocks, block_size, kv_heads, head_dim] each."""
 
     def __init__(self, config: Config, backend: Backend, clock: Clock, length: int, kv: str, block_size: int) -> None:
         self.config, self.backend, self.clock, self.kv, self.block_size = config, backend, clock, kv, block_size
         self.length = 0
-        blocks = -(-length // block_size)
-        pages = np.random.default_rng(0).permutation(2 * blocks)[:blocks]
+        pages = shuffled_pages(length, block_size)
+        blocks = len(pages)
         place = np.arange(blocks * block_size)
         self.pages = backend.put(pages.astype(np.int64))  # to read by
         self.block_table = backend.put(pages.astype(np.int32)[None])  # to write by, [requests = 1, max_blocks]
@@ -65,7 +72,7 @@ class PagedCache:
         Slices of arrays that lie on the device already: a decode step uploads nothing.
         """
         start, self.length = self.length, self.length + tokens
-        used = -(-self.length // self.block_size)
+        used = ceil_div(self.length, self.block_size)
         self.used_pages = self.pages[:used]
         self.seq_lens = self.count[self.length : self.length + 1]
         self.q_index = self.count[0:2] if tokens == 1 else self.backend.put(np.array([0, tokens], np.int32))

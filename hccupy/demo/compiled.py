@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from .. import nn
 from ..bench import peers
-from .cache import QKV_DTYPE, rope_table
+from .cache import QKV_DTYPE, rope_table, shuffled_pages
 from .network import HC, MAGNITUDE, Gates
 from .weights import Config, Layer, Weights
 
@@ -33,13 +32,13 @@ class TorchConnection(nn.HyperConnection):
     """nn.HyperConnection without hccupy's ops."""
 
     def pre(self, x: Any) -> Any:
-        return peers.eager_pre({"x": x, **self._gates()})
+        return peers.eager_pre({"x": x, "magnitude": self.magnitude, **self._gates()})
 
     def post(self, x: Any, residual: Any, h_post: Any, *, out: Any = None) -> Any:
         return peers.eager_post({"x": x, "residual": residual, "h_post": h_post})
 
     def post_pre(self, x: Any, residual: Any, h_post: Any, *, out: Any = None) -> Any:
-        return peers.eager_post_pre({"x": x, "residual": residual, "h_post": h_post, **self._gates()})
+        return peers.eager_post_pre({"x": x, "residual": residual, "h_post": h_post, "magnitude": self.magnitude, **self._gates()})
 
 
 class TorchHead(nn.HyperHead):
@@ -54,16 +53,15 @@ class Text(torch.nn.Module):  # type: ignore[misc]
 
     def __init__(self, length: int, block_size: int, device: str) -> None:
         super().__init__()
-        blocks = -(-length // block_size)
-        pages = np.random.default_rng(0).permutation(2 * blocks)[:blocks]
-        self.block_size, self.pool = block_size, 2 * blocks
+        pages = shuffled_pages(length, block_size)
+        self.block_size, self.pool = block_size, 2 * len(pages)
         self.register_buffer("tokens", torch.zeros(length + 1, dtype=torch.int64, device=device))
         self.register_buffer("token", torch.zeros(1, dtype=torch.int64, device=device))  # the one to feed next
         self.register_buffer("seq_lens", torch.zeros(1, dtype=torch.int32, device=device))  # with the tokens being fed
         self.register_buffer("pages", torch.from_numpy(pages).to(device))
         self.register_buffer("block_table", self.pages.int()[None].contiguous())
         self.register_buffer("one_row", torch.tensor([0, 1], dtype=torch.int32, device=device))
-        self.register_buffer("columns", torch.arange(blocks * block_size, dtype=torch.int32, device=device))
+        self.register_buffer("columns", torch.arange(len(pages) * block_size, dtype=torch.int32, device=device))
         self.metadata = SimpleNamespace()
 
     def begin(self, prompt: list[int]) -> Any:

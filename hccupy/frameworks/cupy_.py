@@ -65,14 +65,9 @@ def beside(arrays: Sequence[Any], shape: tuple[int, ...], dtype: Dtype) -> tuple
     return 0, lambda like: empty(shape, dtype, ("cuda", 0), like)
 
 
-def current_stream(device: int) -> int:
+def stream(device: int) -> int:
     """Handle of CuPy's current stream on that device."""
     return cupy.cuda.get_current_stream(device).ptr  # type: ignore[no-any-return]
-
-
-def stream(device: int, like: Any) -> int:
-    """Handle of CuPy's current stream on that device."""
-    return current_stream(device)
 
 
 def to_numpy(array: Any) -> Any:

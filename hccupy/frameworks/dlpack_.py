@@ -146,7 +146,7 @@ def empty(shape: tuple[int, ...], dtype: Dtype, device: tuple[str, int], like: A
     return cupy_.empty(shape, dtype, device, like)
 
 
-def stream(device: int, like: Any) -> int:
+def stream(device: int) -> int:
     """CuPy's current stream: the one the producer was asked to make its data ready on."""
     return _cupy().cuda.get_current_stream(device).ptr  # type: ignore[no-any-return]
 

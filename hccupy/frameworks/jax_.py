@@ -52,7 +52,7 @@ def empty(shape: tuple[int, ...], dtype: Dtype, device: tuple[str, int], like: A
     return np.empty(shape, dtype.np)
 
 
-def stream(device: int, like: Any) -> int:
+def stream(device: int) -> int:
     """JAX shows no stream for eager arrays; its CUDA calls go through hccupy/jax.py."""
     return 0
 

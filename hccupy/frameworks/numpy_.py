@@ -45,7 +45,7 @@ def empty(shape: tuple[int, ...], dtype: Dtype, device: tuple[str, int], like: A
     return np.empty(shape, dtype.np)
 
 
-def stream(device: int, like: Any) -> int:
+def stream(device: int) -> int:
     """There is none on the CPU."""
     return 0
 

@@ -87,18 +87,13 @@ def beside(arrays: Sequence[Any], shape: tuple[int, ...], dtype: Dtype) -> tuple
     return like or 0, methodcaller("new_empty_strided", shape, row_major(shape), **options)
 
 
-def current_stream(device: int) -> int:
+def stream(device: int) -> int:
     """Handle of torch's current stream on that device."""
     return torch.cuda.current_stream(device).cuda_stream  # type: ignore[no-any-return]
 
 
 # Triton and Inductor read the stream this way too; torch.cuda.current_stream() builds an object, 4.5 us a call on the H200 host.
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", current_stream)
-
-
-def stream(device: int, like: Any) -> int:
-    """Handle of torch's current stream on that device."""
-    return current_stream(device)
+stream = getattr(torch._C, "_cuda_getCurrentRawStream", stream)
 
 
 def to_numpy(array: Any) -> Any:

@@ -158,9 +158,6 @@ class IHCHead(_Gated):
     names = ("hc_head_fn", "hc_head_scale", "hc_head_base")
     rows = 1
 
-    def __init__(self, hc_mult: int, hidden_size: int, hc_eps: float, norm_eps: float, fallback_op: Any, norm_owner: Any = None) -> None:
-        super().__init__(hc_mult, hidden_size, hc_eps, norm_eps, fallback_op, norm_owner)
-
     def forward(self, x: Any) -> Any:
         """x [tokens, hc, hidden] -> [tokens, hidden]."""
         return api.ihc_head(x, *self._weights(), self.norm_eps, self.hc_eps, rms_weight=self.rms_weight, rms_eps=self.rms_eps)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import BY_NAME, from_f32
-from ..spec import Case
+from ..spec import Case, ceil_div
 
 # How K and V [num_blocks, block_size, kv_heads, dim] are cut out of their memory.
 LAYOUTS = ("dense", "interleaved", "packed", "head_major", "cross_layer")
@@ -46,7 +46,7 @@ def make_metadata(rng: np.random.Generator, lengths: Any, new: Any, block_size: 
     share what is left, so that a bench with long contexts does not allocate them.
     """
     lengths, new = np.asarray(lengths, np.int64), np.asarray(new, np.int64)
-    columns = np.arange(max(int(-(-lengths.max(initial=1) // block_size)), 1))
+    columns = np.arange(max(ceil_div(int(lengths.max(initial=1)), block_size), 1))
     first = ((lengths - new) // block_size)[:, None]
     touched = (columns >= first) & (columns * block_size < lengths[:, None]) & (new > 0)[:, None]
     pages = int(touched.sum()) + spare
@@ -98,7 +98,7 @@ def inputs_fp8(case: Case, rng: np.random.Generator) -> dict[str, Any]:
 def inputs_store(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     """Keyword arguments of store_kv: distinct slots in random order, a few of them -1."""
     a, o = case.axes, case.options
-    pages = -(-a["tokens"] // a["block_size"]) + 2
+    pages = ceil_div(a["tokens"], a["block_size"]) + 2
     cache, _ = make_caches(
         o.get("layout", "dense"), lambda s: np.zeros(s, BY_NAME[case.dtype].np), pages, a["block_size"], a["kv_heads"], a["head_dim"], a["head_dim"]
     )
