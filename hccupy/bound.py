@@ -37,26 +37,29 @@ class BoundCall:
         self.result = binding.returned(outs)
         self.served = self.direct and repeat.served(binding)
         self.short: dict[int, repeat.Call] = {}  # by the number of arrays given
+        self.learnt = 0
 
     def __call__(self, *arrays: Any, stream: Any = None) -> Any:
         """Run once. Raises ShapeError or LayoutError where an array is not like the example's."""
-        stream = self.override if stream is None else stream
+        return self.any_number(*arrays, stream=stream)
+
+    def any_number(self, *arrays: Any, stream: Any = None) -> Any:
+        """The same; __call__ of a call that was learnt serves one number of arrays."""
         short = self.short.get(len(arrays))
         if short is not None:
-            result = short(stream, *arrays)
-            if result is not repeat.MISS:
-                return result
-        elif not self.direct and self.binding.repeat is not None and len(arrays) <= len(self.arrays):  # outputs to allocate
+            return short(self, *arrays, stream=stream)
+        if not self.direct and self.binding.repeat is not None and len(arrays) <= len(self.arrays):  # outputs to allocate
             given = self.given.copy()
             for array, (i, *_) in zip(arrays, self.arrays, strict=False):
                 given[i] = array
-            result = self.binding.repeat(given, self.outs, stream)
+            result = self.binding.repeat(given, self.outs, self.override if stream is None else stream)
             if result is not repeat.MISS:
                 return result
-        return self._long(arrays, stream)
+        return self.long(arrays, stream)
 
-    def _long(self, arrays: tuple[Any, ...], stream: Any) -> Any:
+    def long(self, arrays: tuple[Any, ...], stream: Any) -> Any:
         """The same with every array looked at by itself, and told why it is refused."""
+        stream = self.override if stream is None else stream
         pointers = self.pointers.copy()
         given = self.given.copy()
         if len(arrays) > len(self.arrays):
@@ -82,12 +85,19 @@ class BoundCall:
 
     def _learn(self, arrays: tuple[Any, ...]) -> None:
         """Serve as many arrays like these the short way from now on."""
+        self.learnt += 1
+        if self.learnt > repeat.REMADE:  # arrays of several kinds that take turns
+            return
         params = self.binding.spec.params
         named = {params[i].name: array for array, (i, *_) in zip(arrays, self.arrays, strict=False)}
         try:
-            self.short[len(arrays)] = repeat.bound(self.binding, named, self.pointers, self.result)
+            call = repeat.bound(self.binding, named, self.pointers, self.result, self.override)
         except Exception:  # the framework's own comparison is not public: every call goes the long way then
             self.served = False
+            return
+        if self.short.keys() <= {len(arrays)}:  # Python calls the type's __call__: a type of its own spares 0.2 us, a look-up and a frame
+            self.__class__ = type("BoundCall", (BoundCall,), {"__call__": call, "__doc__": BoundCall.__doc__})
+        self.short[len(arrays)] = call
 
     def _unlike(self, place: int, expected: str, got: str, mend: str) -> str:
         return explain(self.op, self.binding.spec.params[place].name, expected, got, mend)

@@ -12,7 +12,7 @@ from .spec import Launch
 
 def probe(arch: Arch, size: int) -> Plan:
     """The kernel that is asked about; bundles hold it too."""
-    launch = Launch((size, 1, 1), (512, 1, 1), arch.smem - 8192, cluster=size)
+    launch = Launch((size, 1, 1), (256, 1, 1), arch.smem - 8192, cluster=size)
     return Plan("clusters", "probe", "ceiling.cu", "ceiling", arch, {"kReads": 1, "kWrites": 1}, launch)
 
 
@@ -22,12 +22,8 @@ def resident(arch: Arch, device: int, size: int) -> int:
     The device must be current.
     """
     plan = probe(arch, size)
-    launch = plan.launch
     function = build.function(plan, device).kernel.ptr
-    attribute = (cuda.LaunchAttribute * 1)()
-    attribute[0].id = cuda.CLUSTER_DIMENSION
-    attribute[0].value[0:3] = [size, 1, 1]
-    config = cuda.LaunchConfig((ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(256, 1, 1), launch.smem, None, attribute, 1)
+    config = cuda.launch_config(plan.launch)
     count = ctypes.c_int(0)
     code = cuda.driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), ctypes.c_void_p(function), ctypes.byref(config))
     return count.value if code == 0 else 0

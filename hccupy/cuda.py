@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from .errors import LaunchError, NoGpuError
+from .spec import Launch
 
 _owner: int | None = None  # the process that first used CUDA through hccupy
 
@@ -115,6 +116,20 @@ class LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.POINTER(LaunchAttribute)),
         ("count", ctypes.c_uint),
     ]
+
+
+def launch_config(launch: Launch) -> LaunchConfig:
+    """How to start a kernel, but for the stream. The attributes live as long as this object."""
+    wanted = []
+    if launch.cluster > 1:
+        wanted.append((CLUSTER_DIMENSION, [launch.cluster, 1, 1]))
+    if launch.pdl:
+        wanted.append((PROGRAMMATIC_STREAM_SERIALIZATION, [1]))
+    attributes = (LaunchAttribute * 2)()
+    for attribute, (kind, value) in zip(attributes, wanted, strict=False):
+        attribute.id = kind
+        attribute.value[: len(value)] = value
+    return LaunchConfig((ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(*launch.block), launch.smem, None, attributes, len(wanted))
 
 
 @cache

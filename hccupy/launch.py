@@ -58,10 +58,22 @@ def values(spec: OpSpec, bound: Bound) -> list[int | float]:
     return out
 
 
+STREAM = cuda.LaunchConfig.stream.offset  # the three words after it stand in one line with the addresses: one pack a call
+
+
+def refusal(op: str, plan: Plan, words: str) -> LaunchError:
+    """What the driver answered, with how the kernel was to be started."""
+    how = plan.launch
+    return LaunchError(
+        f"{op}: the driver refused the launch: {words}; grid {how.grid}, block {how.block}, {how.smem} bytes of shared memory, cluster {how.cluster}"
+    )
+
+
 class Launcher:
     """A kernel with everything but the pointers and the stream filled in.
 
-    Each thread has its own block of arguments, because it is patched in place while the GIL is released by the call.
+    Each thread has its own block, the launch configuration and behind it the arguments, because it is patched in place while
+    the GIL is released by the call.
     """
 
     def __init__(self, spec: OpSpec, plan: Plan, bound: Bound, function: int) -> None:
@@ -71,7 +83,9 @@ class Launcher:
         self.pointers = kinds.count("pointer")
         self.rest = struct.pack("=" + "".join(_FORMAT[k] for k in kinds[self.pointers :]), *values(spec, bound))
         self.sizes = [8 if k in ("pointer", "long long") else 4 for k in kinds]
-        self.patch = struct.Struct(f"={self.pointers}Q").pack_into
+        self.config = cuda.launch_config(plan.launch)
+        self.attributes = ctypes.addressof(self.config.attributes.contents), self.config.count
+        self.patch = struct.Struct(f"={3 + self.pointers}Q").pack_into
         self.patched = self.pointers  # how many addresses, from the first on, are told at each call
         self.start = bytes(8 * self.pointers)  # what a new block holds of addresses
         self.function = function
@@ -83,31 +97,21 @@ class Launcher:
         other = copy.copy(self)
         other.local = threading.local()
         other.start = struct.pack(f"={self.pointers}Q", *pointers)
-        other.patched, other.patch = count, struct.Struct(f"={count}Q").pack_into
+        other.patched, other.patch = count, struct.Struct(f"={3 + count}Q").pack_into
         return other
 
-    def block(self) -> tuple[Any, Any, int, Any, int]:
-        """This thread's (buffer, config, config address, keep-alive, parameter array address)."""
+    def block(self) -> tuple[Any, int, int, Any]:
+        """This thread's (buffer, address of the configuration, address of the parameter table, keep-alive)."""
         cuda.ensure_context()
-        buffer = ctypes.create_string_buffer(self.start + self.rest, 8 * self.pointers + len(self.rest))
+        content = bytes(self.config) + self.start + self.rest
+        buffer = ctypes.create_string_buffer(content, len(content))
         table = (ctypes.c_void_p * len(self.sizes))()
-        offset = ctypes.addressof(buffer)
+        config = ctypes.addressof(buffer)
+        offset = config + ctypes.sizeof(self.config)
         for i, size in enumerate(self.sizes):
             table[i] = offset
             offset += size
-        launch = self.plan.launch
-        attributes = (cuda.LaunchAttribute * 2)()
-        count = 0
-        if launch.cluster > 1:
-            attributes[count].id = cuda.CLUSTER_DIMENSION
-            attributes[count].value[0:3] = [launch.cluster, 1, 1]
-            count += 1
-        if launch.pdl:
-            attributes[count].id = cuda.PROGRAMMATIC_STREAM_SERIALIZATION
-            attributes[count].value[0] = 1
-            count += 1
-        config = cuda.LaunchConfig((ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(*launch.block), launch.smem, None, attributes, count)
-        made = (buffer, config, ctypes.addressof(config), (table, attributes), ctypes.addressof(table))
+        made = (buffer, config, ctypes.addressof(table), table)
         self.local.block = made
         return made
 
@@ -117,23 +121,18 @@ class Launcher:
         Raises LaunchError with the driver's words.
         """
         try:
-            buffer, config, address, _, table = self.local.block
+            buffer, config, table, _ = self.local.block
         except AttributeError:
-            buffer, config, address, _, table = self.block()
-        self.patch(buffer, 0, *pointers)
-        config.stream = stream
-        code = self.call(address, self.function, table, None)
+            buffer, config, table, _ = self.block()
+        self.patch(buffer, STREAM, stream, *self.attributes, *pointers)
+        code = self.call(config, self.function, table, None)
         if code:
             self.refused(code)
 
     def refused(self, code: int) -> None:
         """Raises LaunchError for what the driver answered, or what check_fork has to say."""
         cuda.check_fork()
-        launch = self.plan.launch
-        raise LaunchError(
-            f"{self.op}: the driver refused the launch: {cuda.error_text(code)}; grid {launch.grid}, block {launch.block}, "
-            f"{launch.smem} bytes of shared memory, cluster {launch.cluster}"
-        )
+        raise refusal(self.op, self.plan, cuda.error_text(code))
 
 
 class RawLauncher:
@@ -162,9 +161,7 @@ class RawLauncher:
             with cuda.on_stream(stream):  # a new one each time: CuPy's notion of the current stream is left as it was
                 self.kernel(how.grid, how.block, (*map(np.uint64, pointers), *self.rest), shared_mem=how.smem)
         except self.cuda.driver.CUDADriverError as error:
-            raise LaunchError(
-                f"{self.op}: the driver refused the launch: {error}; grid {how.grid}, block {how.block}, {how.smem} bytes of shared memory"
-            ) from error
+            raise refusal(self.op, self.plan, str(error)) from error
 
 
 def launcher(spec: OpSpec, plan: Plan, bound: Bound, device: int) -> Start:

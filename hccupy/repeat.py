@@ -8,10 +8,10 @@ torch tensors the function reads, in essence,
         out, = outs
         if not (out is None and check(x, residual, h_post)): return MISS
         p_x = x.data_ptr(); p_residual = residual.data_ptr(); p_h_post = h_post.data_ptr()
-        if (p_x, p_residual, p_h_post,) not in seen and not fine(p_x, p_residual, p_h_post,): return MISS
+        if (p_x | p_residual | p_h_post) & 15: return MISS
         ...
-        out = new(residual); p_out = out.data_ptr()
-        pack(buffer, 0, p_x, p_residual, p_h_post, p_out)
+        out = new_0(); p_out = out.data_ptr()
+        pack(buffer, 32, current_stream(0), attributes, count, p_x, p_residual, p_h_post, p_out)
         ...
 
 It decides nothing anew: whatever is not exactly like the call remembered is a MISS, and goes the long way through
@@ -25,7 +25,7 @@ from typing import Any
 
 from . import cuda, switches
 from .binding import Binding, stream_handle
-from .launch import Launcher
+from .launch import STREAM, Launcher
 from .spec import OpSpec, Scalar
 
 MISS: Any = object()  # "not like the call remembered"
@@ -60,6 +60,7 @@ def write(
     before: Iterable[str],
     fresh: dict[str, str],
     words: dict[str, Any],
+    miss: str = "MISS",
 ) -> Call:
     """The function of a call.
 
@@ -69,6 +70,7 @@ def write(
     before     the signature and what precedes the comparison
     fresh      outputs to allocate: name -> the expression that does
     words      what the expressions use; "answer" is the expression that is returned
+    miss       the expression returned for a call that is not like the one remembered
     """
     spec, framework = binding.spec, binding.framework
     places = [list(slots).index(n) for n in tensors]
@@ -91,21 +93,23 @@ def write(
 
     names = ", ".join(tensors)
     pointers = "".join(f"p_{n}, " for n in tensors)
+    doubt = f"({pointers}) not in seen and not fine({pointers})"
+    if not binding.pairs and not any(align):  # nothing given is written, all of it is aligned: no sets of addresses to remember
+        doubt = f"({' | '.join(f'p_{n}' for n in tensors) or 0}) & 15"
     text = [
         *before,
-        f"    if not check({names}): return MISS",
+        f"    if not check({names}): return {miss}",
         *(f"    p_{n} = {n}.{framework.ADDRESS}" for n in tensors),
-        f"    if ({pointers}) not in seen and not fine({pointers}): return MISS" if tensors else "",
+        f"    if {doubt}: return {miss}",
         "    try:",
-        f"        if current_device() != {binding.bound.device[1]}{' or debug()' if spec.debug else ''}: return MISS",
+        f"        if current_device() != {binding.bound.device[1]}{' or debug()' if spec.debug else ''}: return {miss}",
         *(f"        {n} = {how}; p_{n} = {n}.{framework.ADDRESS}" for n, how in fresh.items()),
-        f"        if not ({' and '.join(f'p_{n}' for n in fresh)}): return MISS" if fresh else "",  # a FakeTensor has no memory
-        "    except Exception: return MISS",  # a forked child, memory at its end: the long way says it in words
-        "    try: buffer, config, address, _, table = local.block",
-        "    except AttributeError: buffer, config, address, _, table = block()",
-        f"    pack(buffer, 0, {', '.join(map(str, list(slots.values())[: launcher.patched]))})",
-        f"    config.stream = current_stream({binding.bound.device[1]}) if stream is None else stream_handle(stream)",
-        "    code = launch(address, function, table, None)",
+        f"    except Exception: return {miss}",  # a forked child, memory at its end: the long way says it in words
+        "    try: buffer, config, table, _ = local.block",
+        "    except AttributeError: buffer, config, table, _ = block()",
+        f"    handle = current_stream({binding.bound.device[1]}) if stream is None else stream_handle(stream)",
+        f"    pack(buffer, {STREAM}, handle, {', '.join(map(str, (*launcher.attributes, *list(slots.values())[: launcher.patched])))})",
+        "    code = launch(config, function, table, None)",
         "    if code: refused(code)",
         f"    return {words['answer']}",
     ]
@@ -137,8 +141,8 @@ def plain(binding: Binding, given: Sequence[Any], outs: Sequence[Any]) -> Call:
             tests.append(f"{n} is None")
     fresh = {}
     for i, shape, dtype in binding.fresh:
-        like, words[f"new_{i}"] = binding.framework.beside(list(tensors.values()), shape, dtype)
-        fresh[outputs[i]] = f"new_{i}({list(tensors)[like]})"
+        words[f"new_{i}"] = binding.framework.maker(shape, dtype, next(iter(tensors.values())))
+        fresh[outputs[i]] = f"new_{i}()"
     slots = {n: f"p_{n}" if n in tensors or n in fresh else 0 for n in _arrays(spec)}
     answers = [n for n, o in zip(outputs, spec.outputs, strict=True) if o.allocate]
     words["answer"] = ", ".join(answers) or "None"
@@ -151,13 +155,19 @@ def plain(binding: Binding, given: Sequence[Any], outs: Sequence[Any]) -> Call:
     return write(binding, binding.launcher, tensors, slots, before, fresh, words)
 
 
-def bound(binding: Binding, arrays: dict[str, Any], pointers: Sequence[int], result: Any) -> Call:
-    """call(stream, *arrays) for a BoundCall that allocates nothing, called with the first so many arrays; the others stay."""
+def bound(binding: Binding, arrays: dict[str, Any], pointers: Sequence[int], result: Any, override: Any) -> Call:
+    """__call__ of a BoundCall that allocates nothing, called with the first so many arrays; the others stay."""
     slots = {n: f"p_{n}" if n in arrays else p for n, p in zip(_arrays(binding.spec), pointers, strict=True)}
-    before = [f"def call({', '.join(('stream', *arrays))}):"]
+    before = [
+        "def call(self, *arrays, stream=None):",
+        f"    if len(arrays) != {len(arrays)}: return self.any_number(*arrays, stream=stream)",
+        f"    {''.join(f'{n}, ' for n in arrays)} = arrays" if arrays else "",
+        "    stream = override if stream is None else stream" if override is not None else "",
+    ]
     count = 1 + max((list(slots).index(n) for n in arrays), default=-1)
     launcher: Any = binding.launcher
-    return write(binding, launcher.holding(pointers, count), arrays, slots, before, {}, {"answer": "result", "result": result})
+    words = {"answer": "result", "result": result, "override": override}
+    return write(binding, launcher.holding(pointers, count), arrays, slots, before, {}, words, "self.long(arrays, stream)")
 
 
 def again(op: str, given: Sequence[Any], outs: Sequence[Any], stream: Any) -> Any:

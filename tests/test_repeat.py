@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hccupy
-from hccupy import arrays, build, launch, repeat, run
+from hccupy import arrays, build, cuda, launch, repeat, run
 from hccupy.errors import ArgumentError, LayoutError, ShapeError
 from hccupy.ops import REGISTRY
 
@@ -25,9 +25,6 @@ class Array(fakes.Array):
     def data_ptr(self):
         return address(self)
 
-    def new_empty(self, shape, dtype):
-        return Array(np.empty(shape, dtype))
-
 
 def facts(x):
     return type(x), x.a.shape, x.a.strides, x.a.dtype
@@ -38,8 +35,8 @@ def same(given):
     return lambda *others: [facts(x) for x in others if isinstance(x, Array)] == known
 
 
-def beside(given, shape, dtype):
-    return 0, lambda like: like.new_empty(shape, dtype.np)
+def maker(shape, dtype, like):
+    return lambda: Array(np.empty(shape, dtype.np))
 
 
 def address(x):
@@ -50,7 +47,7 @@ FRAMEWORK = type(
     "framework",
     (),
     vars(fakes.FRAMEWORK)
-    | {"same": staticmethod(same), "beside": staticmethod(beside), "ADDRESS": "data_ptr()", "pointer": staticmethod(address)}
+    | {"same": staticmethod(same), "maker": staticmethod(maker), "ADDRESS": "data_ptr()", "pointer": staticmethod(address)}
     | {"empty": staticmethod(lambda shape, dtype, device, like: Array(np.empty(shape, dtype.np)))}
     | {k: staticmethod(vars(fakes.FRAMEWORK)[k]) for k in ("key", "meta", "stream")},
 )
@@ -66,6 +63,7 @@ def gpu(monkeypatch, tmp_path):
     def cuLaunchKernelEx(config, function, table, extra):
         kinds = [kind for _, kind in launch.parameters(gpu.spec)]
         slots = (ctypes.c_void_p * len(kinds)).from_address(table)
+        gpu.launches.append(cuda.LaunchConfig.from_address(config).stream)
         gpu.arguments.append(
             [struct.unpack("=" + launch._FORMAT[k], ctypes.string_at(at, 4 if k in ("int", "float") else 8))[0] for at, k in zip(slots, kinds, strict=False)]
         )
@@ -221,20 +219,6 @@ def test_nothing_to_compare_by_is_no_error(gpu, monkeypatch):
     assert not repeat.recent
 
 
-def test_an_output_without_memory_goes_the_long_way(gpu, monkeypatch):
-    """What PyTorch gives under FakeTensorMode has address 0."""
-    gpu.spec = REGISTRY["ihc_post"]
-    hccupy.ihc_post(*post())
-
-    class Fake(Array):
-        def data_ptr(self):
-            return 0
-
-    monkeypatch.setattr(Array, "new_empty", lambda self, shape, dtype: Fake(np.empty(shape, dtype)))
-    hccupy.ihc_post(*post())
-    assert all(gpu.arguments[-1][:4])
-
-
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_bound_calls(count, gpu, monkeypatch):
     gpu.spec = REGISTRY["ihc_post"]
@@ -242,10 +226,32 @@ def test_bound_calls(count, gpu, monkeypatch):
     bound = hccupy.bind("ihc_post", *example, out=out)
     others = post()[:count]
     assert bound(*others) is out
-    monkeypatch.setattr(type(bound), "_long", lambda *a: pytest.fail("the long way"))
+    monkeypatch.setattr(type(bound), "long", lambda *a: pytest.fail("the long way"))
     assert bound(*others) is out
     full = [*others, *example[count:], out]
     assert gpu.arguments[-1][:4] == gpu.arguments[-2][:4] == [address(x) for x in full]
+
+
+def test_bound_calls_of_several_kinds(gpu, monkeypatch):
+    """Whatever takes turns: numbers of arrays, streams, and arrays that are alike but for their type."""
+    gpu.spec = REGISTRY["ihc_post"]
+
+    class Parameter(Array):
+        pass
+
+    monkeypatch.setitem(arrays._BY_TYPE, Parameter, FRAMEWORK)
+    example, out = post(), Array(np.empty((3, 4, 64), np.float32))
+    bound = hccupy.bind("ihc_post", *example, out=out, stream=5)
+    for turn in range(20):
+        given = [(Parameter if turn % 3 else Array)(x.a.copy()) for x in post()[: turn % 4]]
+        assert bound(*given, stream=7 if turn % 2 else None) is out
+        assert gpu.arguments[-1][:4] == [address(x) for x in (*given, *example[len(given) :], out)]
+        assert gpu.launches[-1] == (7 if turn % 2 else 5)
+    assert bound.learnt > len(bound.short)
+    with pytest.raises(ShapeError):
+        bound(post(5)[0])
+    with pytest.raises(ArgumentError):
+        bound(*post(), out)
 
 
 def test_bound_call_that_allocates(gpu):
@@ -274,15 +280,17 @@ def test_torch_tells_tensors_apart():
         assert not check(other, y), other
 
 
-def test_torch_makes_tensors_beside_others():
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "float8_e4m3fn", "int32"])
+def test_torch_makes_tensors(name):
     torch = pytest.importorskip("torch")
     from hccupy.frameworks import torch_
 
-    given = torch.zeros(2, 3), torch.zeros(4, dtype=torch.bfloat16)
-    for name, like in (("bfloat16", 1), ("float32", 0), ("int32", 0)):
-        j, make = torch_.beside(given, (5, 2), hccupy.dtypes.BY_NAME[name])
-        made = make(given[j])
-        assert j == like and made.shape == (5, 2) and made.is_contiguous() and made.dtype == getattr(torch, name)
+    make = torch_.maker((5, 2), hccupy.dtypes.BY_NAME[name], torch.zeros(2, 3))
+    with torch.inference_mode():
+        inference = make()
+    for made in (make(), inference):
+        assert made.shape == (5, 2) and made.is_contiguous() and made.dtype == getattr(torch, name) and made.device.type == "cpu"
+    assert inference.is_inference() and make().data_ptr() not in (0, inference.data_ptr())
 
 
 def test_cupy_tells_arrays_apart(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..arrays import Meta
@@ -60,9 +61,9 @@ def same(arrays: Sequence[Any]) -> Callable[..., bool]:
     return check
 
 
-def beside(arrays: Sequence[Any], shape: tuple[int, ...], dtype: Dtype) -> tuple[int, Callable[[Any], Any]]:
-    """(j, make): make(arrays[j]) is a new array beside these."""
-    return 0, lambda like: empty(shape, dtype, ("cuda", 0), like)
+def maker(shape: tuple[int, ...], dtype: Dtype, like: Any) -> Callable[[], Any]:
+    """A function that makes new arrays on the device of `like`, which must be current."""
+    return partial(empty, shape, dtype, ("cuda", like.data.device_id), like)
 
 
 def stream(device: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from operator import methodcaller
+from functools import partial
 from typing import Any
 
 from ..arrays import Meta, row_major
@@ -79,12 +79,14 @@ def same(arrays: Sequence[Any]) -> Callable[..., bool]:
     return TensorGuards(*arrays, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
-def beside(arrays: Sequence[Any], shape: tuple[int, ...], dtype: Dtype) -> tuple[int, Callable[[Any], Any]]:
-    """(j, make): make(arrays[j]) is a new tensor beside these. new_empty_strided is the cheapest way: 1.9 us, torch.empty 3.1 (H200 host)."""
-    wanted = TORCH_DTYPE[dtype.name]
-    like = next((j for j, a in enumerate(arrays) if a.dtype == wanted), None)
-    options = {"dtype": wanted} if like is None else {}
-    return like or 0, methodcaller("new_empty_strided", shape, row_major(shape), **options)
+def maker(shape: tuple[int, ...], dtype: Dtype, like: Any) -> Callable[[], Any]:
+    """A function that makes new tensors on the device of `like`, which must be current.
+
+    Inductor allocates this way: it goes around torch's dispatcher, 1.2 us where new_empty_strided takes 2.6 and torch.empty 3.5 (CPU, one run).
+    """
+    from torch._C._dynamo import guards
+
+    return partial(getattr(guards, f"_empty_strided_{like.device.type}"), shape, row_major(shape), TORCH_DTYPE[dtype.name])
 
 
 def stream(device: int) -> int:
