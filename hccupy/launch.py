@@ -85,7 +85,7 @@ class Launcher:
         self.sizes = [8 if k in ("pointer", "long long") else 4 for k in kinds]
         self.config = cuda.launch_config(plan.launch)
         self.attributes = ctypes.addressof(self.config.attributes.contents), self.config.count
-        self.patch = struct.Struct(f"={3 + self.pointers}Q").pack_into
+        self.patch = struct.Struct(f"{3 + self.pointers}P").pack_into  # P takes half the time of Q
         self.patched = self.pointers  # how many addresses, from the first on, are told at each call
         self.start = bytes(8 * self.pointers)  # what a new block holds of addresses
         self.function = function
@@ -97,7 +97,7 @@ class Launcher:
         other = copy.copy(self)
         other.local = threading.local()
         other.start = struct.pack(f"={self.pointers}Q", *pointers)
-        other.patched, other.patch = count, struct.Struct(f"={3 + count}Q").pack_into
+        other.patched, other.patch = count, struct.Struct(f"{3 + count}P").pack_into
         return other
 
     def block(self) -> tuple[Any, int, int, Any]:
