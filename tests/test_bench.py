@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from hccupy import arch  # noqa: E402
 from hccupy.bench import inputs, run  # noqa: E402
 from hccupy.dtypes import BY_NAME  # noqa: E402
+from hccupy.explain import plan_for  # noqa: E402
 from hccupy.ops import REGISTRY  # noqa: E402
 
 
@@ -64,13 +65,22 @@ def test_peers_are_timed_on_the_model_of_the_goals_only():
     assert "bench-16384" in timed and "bench-norm-1" in timed and not any("x" in name for name in timed)
 
 
-def test_precompile_guesses_every_case(monkeypatch):
+def test_plans_of_every_case(monkeypatch):
     """One plan a case, from the case alone; those that share a binary are compiled once."""
-    compiled = []
     monkeypatch.setattr(run.arch, "of_device", lambda index: arch.named("sm_90a"))
-    monkeypatch.setattr(run, "compile_ahead", lambda plans, jobs: compiled.extend(plans) or len(compiled))
     todo = [(s, c) for s in REGISTRY.values() for c in s.cases if c.name.startswith("bench")]
-    assert run.precompile(todo) == len(compiled) == len({run.build.identity(p) for p in compiled}) < len(todo)
+    compiled = run.plans_of(todo)
+    assert len(compiled) == len({run.build.identity(p) for p in compiled}) < len(todo)
     assert {p.op for p in compiled} == set(REGISTRY)
     assert {p.defines["kHasRmsWeight"] for p in compiled if p.op == "ihc_pre"} == {0, 1}
     assert {p.defines["kHasQNormWeight"] for p in compiled if p.op == "rope_norm_store_kv"} == {1}
+
+
+def test_a_cold_compile_of_each_kind(monkeypatch):
+    """No cache of ours, none of NVRTC's; one kernel a kind."""
+    asked = []
+    monkeypatch.setattr(run.build, "compile_plan", lambda made, options: asked.append((made, options)))
+    plans = [plan_for("ihc_post", {"tokens": n, "hc": hc, "hidden": 6144}, arch="sm_90a") for n in (1, 4096) for hc in (2, 4)]
+    seconds = run.compile_seconds(plans)
+    assert len(asked) == len(seconds) == len({run.kind_of(p) for p in plans}) < len(plans)
+    assert all(options == ("--no-cache",) for _, options in asked) and all(s > 0 for s in seconds.values())

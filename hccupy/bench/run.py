@@ -111,7 +111,7 @@ def standard(spec: OpSpec, case: Case) -> bool:
     return alike[0] == alike[1] and case.dtype == model.dtype and case.options.get("layout") == model.options.get("layout")
 
 
-def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bool, with_peers: bool, seen: set[Any]) -> list[dict[str, Any]]:
+def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bool, with_peers: bool, seconds: dict[Any, float]) -> list[dict[str, Any]]:
     """Verify one case and time ours, torch and peers. One record each."""
     host, device, index = inputs.make(spec, case)
     function = getattr(hccupy, spec.name)
@@ -140,7 +140,8 @@ def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bo
         times = timing.graph_us(calls)
         row: dict[str, Any] = {**base, **times, "gbps": moved / times["us"] / 1e3, "share": base["floor_us"] / times["us"]}
         if name == "hccupy":
-            records.append({**row, **compile_seconds(plan.make(spec, bound, arch.of_device(0)), seen)})
+            cold = seconds.pop(kind_of(plan.make(spec, bound, arch.of_device(0))), None)
+            records.append(row | ({"compile_s": cold} if cold else {}))
         else:  # a peer's time must never be taken for ours: another key
             records.append({**row, "op": f"{spec.name} ({name})", "peer": name})
 
@@ -176,11 +177,8 @@ def host_times() -> list[dict[str, Any]]:
     return [{"op": op, "call": how, "us": us} for (op, how, _), us in zip(todo, map(min, *passes), strict=True)]
 
 
-def precompile(todo: Sequence[tuple[OpSpec, Case]]) -> int:
-    """Have the kernels of these cases in the cache, compiled in many processes; how many were compiled.
-
-    A guess from the cases alone: what it misses is compiled when its turn comes.
-    """
+def plans_of(todo: Sequence[tuple[OpSpec, Case]]) -> list[Plan]:
+    """The kernels of these cases: a guess from the cases alone; what it misses is compiled when its turn comes."""
     found: dict[str, Plan] = {}
     for spec, case in todo:
         sizes: dict[str, Any] = {s.name: case.scalars[s.name] for s in spec.scalars if s.name in case.scalars}
@@ -189,18 +187,22 @@ def precompile(todo: Sequence[tuple[OpSpec, Case]]) -> int:
             sizes |= {"tokens": sum(case.options["new"]), "requests": len(case.options["new"])}
         made = plan.make(spec, imagine(spec, {**case.axes, **sizes}, case.dtype), arch.of_device(0))
         found[build.identity(made)] = made
-    return compile_ahead(found.values(), None)
+    return list(found.values())
 
 
-def compile_seconds(made: Plan, seen: set[Any]) -> dict[str, float]:
-    """{"compile_s": a cold compile, NVRTC's own cache off}, the first time that such a kernel is met."""
-    kind = (made.op, made.variant, *(made.defines.get(d) for d in ("kHc", "kHasRmsWeight", "kRing", "kSteps", "kVec")))
-    if kind in seen:
-        return {}
-    seen.add(kind)
-    start = time.perf_counter()
-    build.compile_plan(made, ("--no-cache",))
-    return {"compile_s": time.perf_counter() - start}
+def kind_of(made: Plan) -> tuple[Any, ...]:
+    """What decides how long a kernel takes to compile."""
+    return made.op, made.variant, *(made.defines.get(d) for d in ("kHc", "kHasRmsWeight", "kRing", "kSteps", "kVec"))
+
+
+def compile_seconds(plans: Sequence[Plan]) -> dict[Any, float]:
+    """Seconds of a cold compile by kind, one kernel each, one after the other, NVRTC's own cache off."""
+    found = {}
+    for kind, made in {kind_of(p): p for p in plans}.items():
+        start = time.perf_counter()
+        build.compile_plan(made, ("--no-cache",))
+        found[kind] = time.perf_counter() - start
+    return found
 
 
 def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bool = False, with_peers: bool = True, check: Path | None = None) -> int:
@@ -219,19 +221,20 @@ def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bo
     console = Console()
     todo = [(REGISTRY[o], c) for o in ops for c in REGISTRY[o].cases if c.name.startswith("bench") and match in f"{o} {c.name}"]
     todo.sort(key=lambda pair: not standard(*pair))  # the goals first: a run may be cut short
-    precompile(todo)
+    plans = plans_of(todo)
+    compile_ahead(plans, None)
+    seconds = compile_seconds(plans)  # each stands in the first record of its kind
     report: dict[str, Any] = {**record(torch.cuda.get_device_name()), "ceilings_tbps": timing.ceilings()}
     report |= {"host": [], "chain": [], "records": [], "failures": []}
     if not match:
         report["host"], report["chain"] = host_times(), chain_times()
-    seen: set[Any] = set()  # kernels whose compile time is known
     columns = (TextColumn("{task.description:40s}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(todo))
         for spec, case in todo:
             progress.update(bar, description=f"{spec.name} {case.name}")
             try:
-                report["records"] += time_case(spec, case, report["ceilings_tbps"], compiled, with_peers, seen)
+                report["records"] += time_case(spec, case, report["ceilings_tbps"], compiled, with_peers, seconds)
             except (HccupyError, RuntimeError) as error:  # one wrong or impossible case must not cost the others their record
                 report["failures"].append(f"{spec.name} {case.name}: {error}")
             write(report, output)  # after each case: a run that is stopped keeps what it measured
