@@ -80,17 +80,17 @@ def launch_post_pre(b: Bound, arch: Arch) -> Launch:
 
 def launch_post(b: Bound, arch: Arch) -> Launch:
     """ihc_post: one 16-byte pack of x and hc of residual a thread."""
-    hidden, tokens = b.axes["hidden"], b.axes["tokens"]
-    vec = vector(b, ("x", "residual", "y"), max(16 // BY_NAME[b.dtypes["x"]].itemsize, 1))
+    hidden, tokens, hc = b.axes["hidden"], b.axes["tokens"], b.axes["hc"]
+    size = BY_NAME[b.dtypes["x"]].itemsize
+    vec = vector(b, ("x", "residual", "y"), max(16 // size, 1))
     packs = tokens * (hidden // vec)
     # 128 threads a block spread few packs over more multiprocessors; what passes 32 MB will not be found in L2 again.
     threads = 128 if packs <= 1536 * arch.sms else 256
-    moved = tokens * hidden * BY_NAME[b.dtypes["x"]].itemsize * (2 * b.axes["hc"] + 1)
-    streaming = moved > 32 << 20
+    streaming = tokens * hidden * size * (2 * hc + 1) > 32 << 20
     # H200: streaming stores 444 -> 425 us at 16384 tokens, 114 -> 108 at 4096 (there only with dependent launches: 120 without).
-    # Rows fetched ahead: 1.21 -> 1.04 at 1 token, 2.7 at 64; at 256 they get in the way of the previous kernel, 8.1 -> 9.6.
-    early = tokens <= 64
-    defines = {"kVec": vec, "kThreads": threads, "kPacks": 1, "kStream": int(streaming), "kPrefetch": int(early)}
+    # The first 4 MB of rows fetched ahead: 1.21 -> 1.04 at 1 token, 8.26 -> 7.96 at 256; 8 MB 8.56, all 9.7 (128: 4.7, 4.4, 4.6).
+    ahead = ceil_div(4 << 20, threads * vec * size * (hc + 1))
+    defines = {"kVec": vec, "kThreads": threads, "kStream": int(streaming), "kAhead": ahead}
     why = f"{vec} elements an access, {threads} threads a block{', streaming stores' if streaming else ''}"
     return Launch((ceil_div(packs, threads), 1, 1), (threads, 1, 1), pdl=arch.clusters, defines=defines, why=why)
 
