@@ -11,7 +11,8 @@
 // Baked: hc, hidden, dtype. Run time: tokens, strides.
 // Launch: grid ceil(tokens * (hidden / kVec) / kThreads), block kThreads, no shared memory: one pack of kVec elements
 // of x and hc of residual a thread. May be a dependent launch: the rows of the first kAhead blocks are then on the way
-// to L2 while the previous kernel still runs.
+// to L2 while the previous kernel still runs. With kLate the next kernel may start once all blocks have asked for their
+// rows, else at once.
 
 #include "common/ihc.cuh"
 #include "common/pack.cuh"
@@ -20,8 +21,8 @@ namespace hccupy {
 
 // The packs of all tokens stand in one line. An element of y is read (as residual) by the thread that writes it, before
 // it does.
-template <int kDtype, int kChannels, int kLength, int kSize, int kBlockThreads, int kAheadBlocks, bool kStreaming,
-          typename X>
+template <int kDtype, int kChannels, int kLength, int kSize, int kBlockThreads, int kAheadBlocks, bool kLateRelease,
+          bool kStreaming, typename X>
 __device__ __forceinline__ void ihc_post_body(const X* x, const X* residual, const float* h_post, X* y,
                                               long long x_stride_tokens, long long residual_stride_tokens,
                                               long long residual_stride_hc, long long h_post_stride_tokens,
@@ -51,20 +52,22 @@ __device__ __forceinline__ void ihc_post_body(const X* x, const X* residual, con
     if (threadIdx.x == 0) prefetch_line(gates_from);
   }
 
+  if constexpr (!kLateRelease) let_next_grid_start();
   wait_for_previous_grid();
 
-  if (!exists) return;
-  Vector state[kChannels];
+  Vector input, state[kChannels];
   float gates[kChannels];
+  if (exists) {
 #pragma unroll
-  for (int channel = 0; channel < kChannels; ++channel) {
-    state[channel] = Vector::load_once(from + channel * residual_stride_hc);
-    gates[channel] = gates_from[channel];
+    for (int channel = 0; channel < kChannels; ++channel) {
+      state[channel] = Vector::load_once(from + channel * residual_stride_hc);
+      gates[channel] = gates_from[channel];
+    }
+    input = Vector::load_once(added_from);
   }
-  const Vector input = Vector::load_once(added_from);
-  // Only now: blocks that wait for this grid's end, and ask for their rows, are in its way. 1.70 -> 1.24 us at 16
-  // tokens.
-  let_next_grid_start();
+  // Behind a branch, or the compiler moves arithmetic on the loaded values in front of it.
+  if constexpr (kLateRelease) let_next_grid_start();
+  if (!exists) return;
 
   float added[kSize];
   input.to_floats(added);
@@ -79,7 +82,7 @@ __device__ __forceinline__ void ihc_post_body(const X* x, const X* residual, con
     if constexpr (kStreaming) {
       result.store_once(to + channel * y_stride_hc);
     } else {
-      result.store(to + channel * y_stride_hc);
+      result.store_whole(to + channel * y_stride_hc);
     }
   }
 }
@@ -92,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     ihc_post(const X* x, const X* residual, const float* h_post, X* y, long long x_stride_tokens,
              long long residual_stride_tokens, long long residual_stride_hc, long long h_post_stride_tokens,
              long long y_stride_tokens, long long y_stride_hc, int tokens) {
-  hccupy::ihc_post_body<kXDtype, kHc, kHidden, kVec, kThreads, kAhead, kStream>(
+  hccupy::ihc_post_body<kXDtype, kHc, kHidden, kVec, kThreads, kAhead, kLate, kStream>(
       x, residual, h_post, y, x_stride_tokens, residual_stride_tokens, residual_stride_hc, h_post_stride_tokens,
       y_stride_tokens, y_stride_hc, tokens);
 }

@@ -86,13 +86,18 @@ def launch_post(b: Bound, arch: Arch) -> Launch:
     packs = tokens * (hidden // vec)
     # 128 threads a block spread few packs over more multiprocessors; what passes 32 MB will not be found in L2 again.
     threads = 128 if packs <= 1536 * arch.sms else 256
-    streaming = tokens * hidden * size * (2 * hc + 1) > 32 << 20
+    moved = tokens * hidden * size * (2 * hc + 1)
+    streaming = moved > 32 << 20
+    grid = ceil_div(packs, threads)
     # H200: streaming stores 444 -> 425 us at 16384 tokens, 114 -> 108 at 4096 (there only with dependent launches: 120 without).
-    # The first 4 MB of rows fetched ahead: 1.21 -> 1.04 at 1 token, 8.26 -> 7.96 at 256; 8 MB 8.56, all 9.7 (128: 4.7, 4.4, 4.6).
-    ahead = ceil_div(4 << 20, threads * vec * size * (hc + 1))
-    defines = {"kVec": vec, "kThreads": threads, "kStream": int(streaming), "kAhead": ahead}
+    # The first 4 MB of rows fetched ahead: 1.21 -> 1.04 at 1 token, 8.3 -> 7.7 at 256, 16.0 -> 15.1 at 512; at 4096 109 -> 112.
+    # 8 MB and all 15 at 256: 8.6 and 9.7.
+    ahead = ceil_div(4 << 20, threads * vec * size * (hc + 1)) if moved <= 64 << 20 else 0
+    # A grid that waits on the multiprocessors of this one is in its way: 1.70 -> 1.24 at 16 tokens. A small one is early in place: 1.04 -> 0.96 at 1.
+    late = 2 * grid > arch.sms
+    defines = {"kVec": vec, "kThreads": threads, "kStream": int(streaming), "kAhead": ahead, "kLate": int(late)}
     why = f"{vec} elements an access, {threads} threads a block{', streaming stores' if streaming else ''}"
-    return Launch((ceil_div(packs, threads), 1, 1), (threads, 1, 1), pdl=arch.clusters, defines=defines, why=why)
+    return Launch((grid, 1, 1), (threads, 1, 1), pdl=arch.clusters, defines=defines, why=why)
 
 
 PRE = Variant("portable", "ihc_pre.cu", "ihc_pre", launch_pre)

@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_chunk(typename Element<kDtype>::Type* row,
     const int element = chunk * kChunk + first;
     Part part;
     memcpy(part.words, reinterpret_cast<const char*>(values.words) + first * sizeof(*row), sizeof part.words);
-    if (kLength % kChunk == 0 || element < kLength) part.store(row + element);
+    if (kLength % kChunk == 0 || element < kLength) part.store_whole(row + element);
   }
 }
 

@@ -174,6 +174,7 @@ __device__ __forceinline__ float e4m3_to_float(unsigned char code) {
 //              same thread writes later (an update in place) is allowed.
 // load_shared  weights that other threads and blocks read too: read-only for the whole kernel.
 // store_once   data that will not be read again soon: first to leave L2.
+// store_whole  without a hint. Written as *to = word, 16 bytes came out as four stores of 4 bytes in some instances.
 //
 // The loads are volatile so that none is hoisted above wait_for_previous_grid. Ordinary memory accesses may still
 // be moved across them: put a barrier between a store and the load_once that must see it.
@@ -224,6 +225,14 @@ __device__ __forceinline__ void store_once(uint4* to, uint4 word) {
                "r"(word.w)
                : "memory");
 }
+__device__ __forceinline__ void store_whole(unsigned int* to, unsigned int word) { *to = word; }
+__device__ __forceinline__ void store_whole(uint2* to, uint2 word) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(word.x), "r"(word.y) : "memory");
+}
+__device__ __forceinline__ void store_whole(uint4* to, uint4 word) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+               : "memory");
+}
 #else
 template <typename Word>
 inline Word load_once(const Word* from) {
@@ -237,6 +246,10 @@ template <typename Word>
 inline void store_once(Word* to, Word word) {
   *to = word;
 }
+template <typename Word>
+inline void store_whole(Word* to, Word word) {
+  *to = word;
+}
 #endif
 
 // One or two bytes have no hinted form worth having.
@@ -246,6 +259,8 @@ __device__ __forceinline__ unsigned short load_shared(const unsigned short* from
 __device__ __forceinline__ unsigned char load_shared(const unsigned char* from) { return *from; }
 __device__ __forceinline__ void store_once(unsigned short* to, unsigned short word) { *to = word; }
 __device__ __forceinline__ void store_once(unsigned char* to, unsigned char word) { *to = word; }
+__device__ __forceinline__ void store_whole(unsigned short* to, unsigned short word) { *to = word; }
+__device__ __forceinline__ void store_whole(unsigned char* to, unsigned char word) { *to = word; }
 
 // Ask for the 128-byte line in L2. No value is consumed, so it is harmless before wait_for_previous_grid.
 __device__ __forceinline__ void prefetch_line(const void* address) {
