@@ -32,6 +32,8 @@ __device__ __forceinline__ void ihc_post_body(const X* x, const X* residual, con
   using Vector = Pack<kDtype, kSize>;
   constexpr unsigned int kRow = kLength / kSize;  // packs of a row
 
+  if constexpr (!kLateRelease) let_next_grid_start();
+
   // One 64-bit division a block; the rest is 32-bit. All divisors are constants.
   const unsigned long long first = static_cast<unsigned long long>(blockIdx.x) * kBlockThreads;
   const unsigned int place = static_cast<unsigned int>(first % kRow) + threadIdx.x;
@@ -52,7 +54,6 @@ __device__ __forceinline__ void ihc_post_body(const X* x, const X* residual, con
     if (threadIdx.x == 0) prefetch_line(gates_from);
   }
 
-  if constexpr (!kLateRelease) let_next_grid_start();
   wait_for_previous_grid();
 
   Vector input, state[kChannels];
