@@ -16,9 +16,14 @@
 //   h_post_next  [tokens, hc]           fp32; any stride on tokens
 //
 // Baked: hc, hidden, dtypes. Run time: tokens, strides, eps.
-// Launch: as ihc_pre, with the same kThreads, which the bits of z and h_post_next depend on. May be a dependent launch.
+// Launch: as ihc_pre, with the same kThreads and kRanks, which the bits of z and h_post_next depend on. May be a
+// dependent launch.
 
+#if kRanks
+#include "common/ihc_tensor.cuh"
+#else
 #include "common/ihc_tile.cuh"
+#endif
 
 namespace hccupy {
 
@@ -35,6 +40,56 @@ struct IhcPostArgs {
   long long y_stride_tokens;
   long long y_stride_hc;
 };
+
+// y of one chunk and channel.
+template <int kDtype>
+__device__ __forceinline__ Pack<kDtype, kChunk> post_chunk(float gate, const float (&added)[kChunk],
+                                                           const Pack<kDtype, kChunk>& residual) {
+  float values[kChunk];
+  residual.to_floats(values);
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) values[e] = ihc_post_element(gate, added[e], values[e]);
+  return Pack<kDtype, kChunk>::from_floats(values);
+}
+
+#if kRanks
+
+// Writes y and stages it, a chunk of all channels at a time. It is read (as residual) by the thread that writes it,
+// before it does.
+template <class Config, typename X>
+__device__ __forceinline__ void post_and_stage(const IhcTensor<Config>& tile, const IhcPostArgs<X>& args) {
+  using Tile = IhcTensor<Config>;
+  using Chunk = typename Tile::Chunk;
+#pragma unroll 1
+  for (int item = threadIdx.x; item < tile.tokens * Tile::kBlockChunks; item += Config::threads) {
+    const int token = item / Tile::kBlockChunks, own = item % Tile::kBlockChunks, chunk = tile.first_chunk + own;
+    const long long n = tile.first_token + token;
+    const bool inside = chunk < Tile::kChunks;
+    Chunk state[Config::hc], input = Chunk::zeros();
+    float gates[Config::hc], added[kChunk];
+#pragma unroll
+    for (int channel = 0; channel < Config::hc; ++channel) {
+      const X* row = args.residual + n * args.residual_stride_tokens + channel * args.residual_stride_hc;
+      state[channel] = Chunk::zeros();
+      if (inside) state[channel] = load_chunk<Config::x_dtype, Config::vec, Config::hidden, Reader::kOnce>(row, chunk);
+      gates[channel] = args.h_post[n * args.h_post_stride_tokens + channel];
+    }
+    if (inside) {
+      input = load_chunk<Config::x_dtype, Config::vec, Config::hidden, Reader::kOnce>(args.x + n * args.x_stride_tokens,
+                                                                                      chunk);
+    }
+    input.to_floats(added);
+#pragma unroll
+    for (int channel = 0; channel < Config::hc; ++channel) {
+      const Chunk result = inside ? post_chunk<Config::x_dtype>(gates[channel], added, state[channel]) : Chunk::zeros();
+      X* row = args.y + n * args.y_stride_tokens + channel * args.y_stride_hc;
+      if (inside) store_chunk<Config::x_dtype, Config::vec, Config::hidden>(row, chunk, result);
+      result.store(Tile::slot(token, channel, own));
+    }
+  }
+}
+
+#else
 
 // Writes y and stages it: the loads of a group of tokens are in flight before the first store. A chunk of y is read
 // (as residual) by the thread that writes it, before it does.
@@ -73,11 +128,7 @@ __device__ __forceinline__ void post_and_stage(const IhcTile<Config>& tile, cons
       input[k].to_floats(added);
 #pragma unroll
       for (int channel = 0; channel < Config::hc; ++channel) {
-        float values[kChunk];
-        state[k][channel].to_floats(values);
-#pragma unroll
-        for (int e = 0; e < kChunk; ++e) values[e] = ihc_post_element(gates[k][channel], added[e], values[e]);
-        const Chunk result = Chunk::from_floats(values);
+        const Chunk result = post_chunk<Config::x_dtype>(gates[k][channel], added, state[k][channel]);
         if (tile.exists(first + k)) {
           X* row = args.y + n * args.y_stride_tokens + channel * args.y_stride_hc;
           store_chunk<Config::x_dtype, Config::vec, Config::hidden>(row, chunk, result);
@@ -90,9 +141,14 @@ __device__ __forceinline__ void post_and_stage(const IhcTile<Config>& tile, cons
   if constexpr (!Config::staged) __syncthreads();
 }
 
+#endif
+
 template <class Config, typename X>
 __device__ __forceinline__ void ihc_post_pre_body(const IhcPostArgs<X>& post, const IhcPreArgs<Config>& pre,
                                                   int tokens) {
+#if kRanks
+  IhcTensor<Config>::run(pre, tokens, [&](const auto& tile) { post_and_stage(tile, post); });
+#else
   let_next_grid_start();
   prefetch_to_l2<Config::threads>(pre.w, static_cast<long long>(Config::gates) * Config::hc * Config::hidden * 4);
   wait_for_previous_grid();
@@ -101,6 +157,7 @@ __device__ __forceinline__ void ihc_post_pre_body(const IhcPostArgs<X>& post, co
                              static_cast<long long>(blockIdx.x) * Config::tokens, tokens};
   post_and_stage(tile, post);
   ihc_pre_tile(tile, pre);
+#endif
 }
 
 }  // namespace hccupy
@@ -112,11 +169,16 @@ struct Config {
   static constexpr int x_dtype = kXDtype, hc = kHc, hidden = kHidden, gates = 2 * kHc;
   static constexpr bool has_rms_weight = kHasRmsWeight, round_before_norm = kRoundBeforeNorm;
   static constexpr int rms_weight_dtype = kRmsWeightDtype;
-  static constexpr int vec = kVec, weight_vec = kWeightVec, threads = kThreads, tokens = kTileTokens;
+  static constexpr int vec = kVec, weight_vec = kWeightVec, threads = kThreads;
+#if kRanks
+  static constexpr int ranks = kRanks;
+#else
+  static constexpr int tokens = kTileTokens;
   static constexpr bool staged = kStaged;
+#endif
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     ihc_post_pre(const X* x, const X* residual, const float* h_post, const float* w, const float* hc_scale,
                  const float* hc_base, const R* rms_weight, X* y, X* z, float* h_post_next, long long x_stride_tokens,
                  long long residual_stride_tokens, long long residual_stride_hc, long long h_post_stride_tokens,

@@ -18,15 +18,24 @@
 //
 // Baked: hc, hidden, dtypes. Run time: tokens, strides, eps.
 // Launch: grid ceil(tokens / kTileTokens), block kThreads, dynamic shared memory tokens x hc x padded row if kStaged
-// (kTileTokens * kHc * ceil(ceil(kHidden / 8) / kThreads) * kThreads * 8 elements), else 0. May be a dependent launch.
+// (kTileTokens * kHc * ceil(ceil(kHidden / 8) / kThreads) * kThreads * 8 elements), else 0. With kRanks, not 0:
+// clusters of kRanks blocks, at least ceil(tokens / 8), 8 * IhcTensor::kTokenBytes of shared
+// memory. May be a dependent launch.
 
+#if kRanks
+#include "common/ihc_tensor.cuh"
+#else
 #include "common/ihc_tile.cuh"
+#endif
 
 namespace hccupy {
 
 template <class Config, typename X>
 __device__ __forceinline__ void ihc_pre_body(const X* x, long long x_stride_tokens, long long x_stride_hc, int tokens,
                                              const IhcPreArgs<Config>& args) {
+#if kRanks
+  IhcTensor<Config>::run(args, tokens, [&](const auto& tile) { tile.stage(x, x_stride_tokens, x_stride_hc); });
+#else
   let_next_grid_start();
   prefetch_to_l2<Config::threads>(args.w, static_cast<long long>(Config::gates) * Config::hc * Config::hidden * 4);
   wait_for_previous_grid();
@@ -35,6 +44,7 @@ __device__ __forceinline__ void ihc_pre_body(const X* x, long long x_stride_toke
                              tokens};
   if constexpr (Config::staged) tile.stage();
   ihc_pre_tile(tile, args);
+#endif
 }
 
 }  // namespace hccupy
@@ -47,12 +57,17 @@ struct Config {
   static constexpr int x_dtype = kXDtype, hc = kHc, hidden = kHidden, gates = kGates;
   static constexpr bool has_rms_weight = kHasRmsWeight, round_before_norm = kRoundBeforeNorm;
   static constexpr int rms_weight_dtype = kRmsWeightDtype;
-  static constexpr int vec = kVec, weight_vec = kWeightVec, threads = kThreads, tokens = kTileTokens;
+  static constexpr int vec = kVec, weight_vec = kWeightVec, threads = kThreads;
+#if kRanks
+  static constexpr int ranks = kRanks;
+#else
+  static constexpr int tokens = kTileTokens;
   static constexpr bool staged = kStaged;
+#endif
 };
 
 #if !kHead  // one entry a binary: the other would double the compile time
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     ihc_pre(const X* x, const float* w, const float* hc_scale, const float* hc_base, const R* rms_weight, X* y,
             float* h_post, long long x_stride_tokens, long long x_stride_hc, long long y_stride_tokens,
             long long h_post_stride_tokens, float norm_eps, float hc_eps, float magnitude, float rms_eps, int tokens) {
@@ -62,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 }
 
 #else
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     ihc_head(const X* x, const float* w, const float* hc_scale, const float* hc_base, const R* rms_weight, X* y,
              long long x_stride_tokens, long long x_stride_hc, long long y_stride_tokens, float norm_eps, float hc_eps,
              float rms_eps, int tokens) {

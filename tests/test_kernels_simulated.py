@@ -9,7 +9,7 @@ import pytest
 
 import hccupy
 from hccupy import arch
-from hccupy.ops import REGISTRY, rope_launch
+from hccupy.ops import REGISTRY, ihc_launch, rope_launch
 from hccupy.spec import Case
 
 from . import ihc_checks as checks
@@ -23,17 +23,21 @@ BUILDS = [{}, {"sanitize": True}, {"watch": True}]
 
 
 @pytest.mark.parametrize(("spec", "case"), [pytest.param(s, c, id=f"{s.name}-{c.name}-{c.dtype}") for s, c in SMALL])
-def test_ihc_kernels_against_fp64(spec, case, rng):
+def test_ihc_kernels_against_fp64(spec, case, rng, monkeypatch):
     given = spec.make_inputs(case, rng)
     for seed in (0, 1, 4):
         checks.verify(spec, given, simulate(spec, given, seed), NUMPY)
+    if spec.name != "ihc_post":  # tensor cores, in clusters of one block
+        monkeypatch.setattr(ihc_launch, "TENSOR_LEAST", 0)
+        checks.verify(spec, given, simulate(spec, given, 1, "sm_90a"), NUMPY)
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=["plain", "ubsan", "watch"])
 @pytest.mark.parametrize("op", checks.IHC)
-def test_ihc_kernels_sanitized(op, build, rng):
+def test_ihc_kernels_sanitized(op, build, rng, monkeypatch):
     """Undefined behaviour, stray reads and writes, data races: under each build, strided and misaligned."""
     spec = REGISTRY[op]
+    monkeypatch.setattr(ihc_launch, "TENSOR_LEAST", 0)
     for hidden, shift in ((64, 0), (21, 1)):
         case = Case("sanitized", {"tokens": 3, "hc": 4, "hidden": hidden}, spec.cases[0].scalars, "bfloat16", {"norm": op != "ihc_post"})
         given = spec.make_inputs(case, rng)
@@ -41,7 +45,8 @@ def test_ihc_kernels_sanitized(op, build, rng):
         name = "residual" if "residual" in given else "x"
         wide[:, :, shift : hidden + shift] = given[name]
         given[name] = wide[:, :, shift : hidden + shift]
-        checks.verify(spec, given, simulate(spec, given, 1, **build), NUMPY)
+        for target in ("sm_80", "sm_90a"):
+            checks.verify(spec, given, simulate(spec, given, 1, target, **build), NUMPY)
 
 
 def _same_as_reference(op, case, rng, seed, **build):

@@ -222,11 +222,11 @@ CASES_STORE = (
     _store("head-major", 9, 2, 80, "uint8", layout="head_major"),
     _store("interleaved", 65, 4, 128, "float32", layout="interleaved", index=np.int32),
     _store("cross-layer", 12, 2, 72, "int8", layout="cross_layer"),
-    *(_store("bench", n, 8, 128, "bfloat16", skipped=0.0) for n in (1, 64, 256, 4096)),
+    *(_store("bench", n, 8, 128, "bfloat16", skipped=0.0) for n in (1, 64, 256, 4096, 16384)),
 )
 CASES_TAIL = (
     _tail("dense", 5, 2, 64, 64, "bfloat16", 16),
     _tail("packed", 3, 1, 192, 128, "float16", 8),
     _tail("interleaved", 9, 3, 72, 72, "float8_e4m3fn", 16),
-    _tail("bench", 64, 8, 128, 128, "bfloat16", 64),
+    *(_tail("bench", n, 8, 128, 128, "bfloat16", 64) for n in (1, 64, 256)),
 )

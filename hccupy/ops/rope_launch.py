@@ -11,7 +11,7 @@ from ..spec import Bound, Launch, Variant, ceil_div
 
 THREADS = 256  # largest block, the kernels' __launch_bounds__
 FLAGS_PER_WARP = 128  # ints of split_k_flag that one warp clears
-SEARCH_DUPLICATES = 1024  # rows; store_kv compares each slot with the later ones up to here (8 KB of slots per row)
+SEARCH_DUPLICATES = 1024  # rows; store_kv compares each slot with the later ones up to here
 
 
 def _heads_per_warp(b: Bound) -> int:
@@ -166,24 +166,30 @@ def _access(vector_bytes: int, aligned: int) -> int:
 
 
 def launch_store_kv(b: Bound, arch: Arch) -> Launch:
-    """One warp per row and 2 KB of it."""
+    """A block a row where there are few of them; else two accesses a thread, in blocks of 128 threads."""
     a = b.axes
-    bytes_per_head = a["head_dim"] * BY_NAME[b.dtypes["cache"]].itemsize
-    access = _access(bytes_per_head, min(b.aligned["cache"], b.aligned["src"]))
-    parts = ceil_div(a["kv_heads"] * bytes_per_head // access, 128)  # 4 accesses a lane, all in flight
-    grid, block = _blocks(a["tokens"] * parts, arch)
-    defines = {"kThreads": THREADS, "kAccess": access, "kParts": parts, "kSearch": SEARCH_DUPLICATES, "kStore": 1}
-    return Launch(grid, block, pdl=arch.clusters and a["tokens"] <= 256, defines=defines, why=f"{parts} warps a row, {access} bytes an access")
+    row = a["kv_heads"] * a["head_dim"] * BY_NAME[b.dtypes["cache"]].itemsize
+    access = _access(a["head_dim"] * BY_NAME[b.dtypes["cache"]].itemsize, min(b.aligned["cache"], b.aligned["src"]))
+    few = a["tokens"] <= SEARCH_DUPLICATES
+    # H200, rows of 2 KB: 1, 2 and 4 accesses 77, 70 and 71 us at 65536 rows; 2.7, 3.3 and 6.2 at 1024, where a row's threads share the search.
+    depth = 1 if few else 2
+    part = 32 * min(ceil_div(row // access, 32 * depth), THREADS // 32 if few else 4)
+    threads = part if few else max(128 // part, 1) * part
+    parts = ceil_div(row // access, part * depth)
+    grid = (max(ceil_div(a["tokens"] * parts, threads // part), 1), 1, 1)
+    defines = {"kThreads": threads, "kAccess": access, "kPartThreads": part, "kDepth": depth, "kParts": parts, "kFewRows": int(few), "kStore": 1}
+    return Launch(grid, (threads, 1, 1), pdl=arch.clusters, defines=defines, why=f"{part} threads a row, {depth} accesses of {access} bytes each")
 
 
 def launch_zero_kv_tail(b: Bound, arch: Arch) -> Launch:
-    """Warps of one request share the slots of its tail: 4 slots a warp."""
+    """A warp for each slot that a tail can have, or for a few."""
     a = b.axes
-    parts = min(1 << max(a["block_size"] // 4 - 1, 0).bit_length(), 256)  # a power of two: few distinct binaries
-    aligned = min(b.aligned["key_cache"], b.aligned["value_cache"])
-    grid, block = _blocks(a["requests"] * parts, arch)
-    defines = {"kThreads": THREADS, "kAccess": aligned, "kParts": parts, "kStore": 0}
-    return Launch(grid, block, pdl=arch.clusters and a["requests"] <= 256, defines=defines, why=f"{parts} warps a request")
+    parts = min(1 << max(a["block_size"] - 1, 0).bit_length(), 256)  # a power of two: few distinct binaries
+    # H200, blocks of 64: 64 requests 3.6 us (128 threads 4.1; a warp for two slots 4.2, for four 5.8), 256 9.9 (64 threads 11.2).
+    threads = 64 if a["requests"] * parts <= 64 * arch.sms else 128
+    grid = (max(ceil_div(a["requests"] * parts * 32, threads), 1), 1, 1)
+    defines = {"kThreads": threads, "kAccess": min(b.aligned["key_cache"], b.aligned["value_cache"]), "kParts": parts, "kStore": 0}
+    return Launch(grid, (threads, 1, 1), pdl=arch.clusters, defines=defines, why=f"{parts} warps a request")
 
 
 ROPE = Variant("row_parts", "rope_norm_store_kv.cu", "rope_norm_store_kv", launch_rope)

@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_chunk(typename Element<kDtype>::Type* row,
     const int element = chunk * kChunk + first;
     Part part;
     memcpy(part.words, reinterpret_cast<const char*>(values.words) + first * sizeof(*row), sizeof part.words);
-    if (kLength % kChunk == 0 || element < kLength) part.store(row + element);
+    if (kLength % kChunk == 0 || element < kLength) part.store_whole(row + element);
   }
 }
 
@@ -62,6 +62,22 @@ __device__ __forceinline__ float dot_product(const float (&a)[kChunk], const flo
 #pragma unroll
   for (int k = 1; k < kChunk; ++k) dot = fmaf(a[k], b[k], dot);
   return dot;
+}
+
+// Mixed channels of one chunk, in fp32 or, as the unfused pair would have them, rounded to the dtype.
+template <int kDtype, int kChannels, bool kRound, class Read>
+__device__ __forceinline__ void mix_channels(Read read, const float (&h_pre)[kChannels], float (&mixed)[kChunk]) {
+  float channels[kChannels][kChunk];
+#pragma unroll
+  for (int channel = 0; channel < kChannels; ++channel) read(channel).to_floats(channels[channel]);
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) {
+    float column[kChannels];
+#pragma unroll
+    for (int channel = 0; channel < kChannels; ++channel) column[channel] = channels[channel][k];
+    mixed[k] = ihc_mix<kChannels>(h_pre, column);
+  }
+  if constexpr (kRound) Pack<kDtype, kChunk>::from_floats(mixed).to_floats(mixed);
 }
 
 // Config holds the baked values under the names of the axes (the k names are macros of the command line):
@@ -180,21 +196,10 @@ struct IhcTile {
     }
   }
 
-  // Mixed channels of one chunk, in fp32 or, as the unfused pair would have them, rounded to the dtype.
   template <bool kRound>
   __device__ __forceinline__ void mix(int token, int pass, const float (&h_pre)[kChannels],
                                       float (&mixed)[kChunk]) const {
-    float channels[kChannels][kChunk];
-#pragma unroll
-    for (int channel = 0; channel < kChannels; ++channel) read(token, channel, pass).to_floats(channels[channel]);
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) {
-      float column[kChannels];
-#pragma unroll
-      for (int channel = 0; channel < kChannels; ++channel) column[channel] = channels[channel][k];
-      mixed[k] = ihc_mix<kChannels>(h_pre, column);
-    }
-    if constexpr (kRound) Chunk::from_floats(mixed).to_floats(mixed);
+    mix_channels<kDtype, kChannels, kRound>([&](int channel) { return read(token, channel, pass); }, h_pre, mixed);
   }
 };
 
@@ -214,6 +219,30 @@ struct IhcPreArgs {
   float magnitude;
   float rms_eps;
 };
+
+// The gate `gate` of a token with such sums.
+template <class Config>
+__device__ __forceinline__ float gate_of(const IhcPreArgs<Config>& args, int gate, WideSum dot, WideSum squares) {
+  const bool is_pre = gate < Config::hc;
+  const float inverse = inverse_rms(squares.rounded(), static_cast<float>(Config::hc) * Config::hidden, args.norm_eps);
+  return ihc_gate(dot.rounded(), inverse, args.hc_scale[is_pre ? 0 : 1], args.hc_base[gate],
+                  is_pre ? 1.0f : args.magnitude, args.hc_eps);
+}
+
+// Mixed channels of one chunk to their row of y, normalised if asked.
+template <class Config>
+__device__ __forceinline__ void store_mixed(const IhcPreArgs<Config>& args, long long token, int chunk, float inverse,
+                                            float (&mixed)[kChunk]) {
+  if constexpr (Config::has_rms_weight) {
+    float weights[kChunk];
+    load_chunk<Config::rms_weight_dtype, Config::vec, Config::hidden, Reader::kShared>(args.rms_weight, chunk)
+        .to_floats(weights);
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) mixed[k] = mixed[k] * inverse * weights[k];
+  }
+  store_chunk<Config::x_dtype, Config::vec, Config::hidden>(args.y + token * args.y_stride_tokens, chunk,
+                                                            Pack<Config::x_dtype, kChunk>::from_floats(mixed));
+}
 
 // Bring this block's share of w, and the norm weight, to L2: 128-byte lines dealt out over the grid.
 template <int kBlockThreads>
@@ -255,11 +284,8 @@ __device__ __forceinline__ void ihc_pre_tile(const IhcTile<Config>& tile, const 
       dot = dot + warp_totals[from][token * kSums + gate];
       squares = squares + warp_totals[from][token * kSums + kGates];
     }
-    const bool is_pre = gate < kChannels;
-    const float value =
-        ihc_gate(dot.rounded(), inverse_rms(squares.rounded(), static_cast<float>(kChannels) * kLength, args.norm_eps),
-                 args.hc_scale[is_pre ? 0 : 1], args.hc_base[gate], is_pre ? 1.0f : args.magnitude, args.hc_eps);
-    if (is_pre) {
+    const float value = gate_of(args, gate, dot, squares);
+    if (gate < kChannels) {
       pre_gates[token][gate] = value;
     } else if (tile.exists(token)) {
       args.h_post[(tile.first_token + token) * args.h_post_stride_tokens + gate - kChannels] = value;
@@ -289,7 +315,6 @@ __device__ __forceinline__ void ihc_pre_tile(const IhcTile<Config>& tile, const 
 #pragma unroll 1
   for (int token = 0; token < kTile; ++token) {
     if (!tile.exists(token)) break;
-    auto* row = args.y + (tile.first_token + token) * args.y_stride_tokens;
     float inverse = 1.0f;
     if constexpr (Config::has_rms_weight) {
       float squares = 0.0f;
@@ -303,14 +328,7 @@ __device__ __forceinline__ void ihc_pre_tile(const IhcTile<Config>& tile, const 
       if (chunk >= Tile::kChunks) break;
       float mixed[kChunk];
       tile.template mix<kRoundMix>(token, pass, pre_gates[token], mixed);
-      if constexpr (Config::has_rms_weight) {
-        float weights[kChunk];
-        load_chunk<Config::rms_weight_dtype, Config::vec, kLength, Reader::kShared>(args.rms_weight, chunk)
-            .to_floats(weights);
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) mixed[k] = mixed[k] * inverse * weights[k];
-      }
-      store_chunk<Config::x_dtype, Config::vec, kLength>(row, chunk, Tile::Chunk::from_floats(mixed));
+      store_mixed(args, tile.first_token + token, chunk, inverse, mixed);
     }
   }
 }

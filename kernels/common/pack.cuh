@@ -50,8 +50,18 @@ struct Pack {
   }
 
   __device__ __forceinline__ void to_floats(float (&values)[kSize]) const {
+    if constexpr (kDtype == kBfloat16 && kSize % 2 == 0) {  // one instruction each; by at() the upper half takes two
 #pragma unroll
-    for (int k = 0; k < kSize; ++k) values[k] = at(k);
+      for (int k = 0; k < kSize; k += 2) {
+        unsigned int pair;
+        memcpy(&pair, reinterpret_cast<const char*>(words) + k * sizeof(Type), sizeof pair);
+        values[k] = float_from_bits(pair << 16);
+        values[k + 1] = float_from_bits(pair & 0xffff0000u);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) values[k] = at(k);
+    }
   }
 
   static __device__ __forceinline__ Pack zeros() {
@@ -104,6 +114,10 @@ struct Pack {
 #pragma unroll
     for (int k = 0; k < kWords; ++k) pack.words[k] = hccupy::load_shared(static_cast<const Word*>(from) + k);
     return pack;
+  }
+  __device__ __forceinline__ void store_whole(void* to) const {
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) hccupy::store_whole(static_cast<Word*>(to) + k, words[k]);
   }
   __device__ __forceinline__ void store_once(void* to) const {
 #pragma unroll

@@ -174,6 +174,7 @@ __device__ __forceinline__ float e4m3_to_float(unsigned char code) {
 //              same thread writes later (an update in place) is allowed.
 // load_shared  weights that other threads and blocks read too: read-only for the whole kernel.
 // store_once   data that will not be read again soon: first to leave L2.
+// store_whole  without a hint. Written as *to = word, 16 bytes came out as four stores of 4 bytes in some instances.
 //
 // The loads are volatile so that none is hoisted above wait_for_previous_grid. Ordinary memory accesses may still
 // be moved across them: put a barrier between a store and the load_once that must see it.
@@ -224,6 +225,14 @@ __device__ __forceinline__ void store_once(uint4* to, uint4 word) {
                "r"(word.w)
                : "memory");
 }
+__device__ __forceinline__ void store_whole(unsigned int* to, unsigned int word) { *to = word; }
+__device__ __forceinline__ void store_whole(uint2* to, uint2 word) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(word.x), "r"(word.y) : "memory");
+}
+__device__ __forceinline__ void store_whole(uint4* to, uint4 word) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+               : "memory");
+}
 #else
 template <typename Word>
 inline Word load_once(const Word* from) {
@@ -237,6 +246,10 @@ template <typename Word>
 inline void store_once(Word* to, Word word) {
   *to = word;
 }
+template <typename Word>
+inline void store_whole(Word* to, Word word) {
+  *to = word;
+}
 #endif
 
 // One or two bytes have no hinted form worth having.
@@ -246,6 +259,8 @@ __device__ __forceinline__ unsigned short load_shared(const unsigned short* from
 __device__ __forceinline__ unsigned char load_shared(const unsigned char* from) { return *from; }
 __device__ __forceinline__ void store_once(unsigned short* to, unsigned short word) { *to = word; }
 __device__ __forceinline__ void store_once(unsigned char* to, unsigned char word) { *to = word; }
+__device__ __forceinline__ void store_whole(unsigned short* to, unsigned short word) { *to = word; }
+__device__ __forceinline__ void store_whole(unsigned char* to, unsigned char word) { *to = word; }
 
 // Ask for the 128-byte line in L2. No value is consumed, so it is harmless before wait_for_previous_grid.
 __device__ __forceinline__ void prefetch_line(const void* address) {
@@ -271,6 +286,91 @@ __device__ __forceinline__ void wait_for_previous_grid() {
 __device__ __forceinline__ void let_next_grid_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- thread-block clusters, sm_90 and newer; elsewhere a cluster is one block ---------------------------------
+
+__device__ __forceinline__ int block_in_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  unsigned int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+#else
+  return 0;
+#endif
+}
+
+// A barrier of all threads of the cluster. A block must not end while others read its shared memory.
+__device__ __forceinline__ void sync_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// 8 bytes at the place of `local` in the shared memory of the cluster's block `rank`.
+__device__ __forceinline__ float2 load_of_block(const float2* local, int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  float2 value;
+  asm volatile(
+      "{\n.reg .u32 peer;\nmapa.shared::cluster.u32 peer, %2, %3;\nld.shared::cluster.v2.f32 {%0, %1}, [peer];\n}"
+      : "=f"(value.x), "=f"(value.y)
+      : "r"(static_cast<unsigned int>(__cvta_generic_to_shared(local))), "r"(rank)
+      : "memory");
+  return value;
+#else
+  (void)rank;
+  return *local;
+#endif
+}
+
+// ---- copies from global to shared memory that run in the background: 4, 8 or 16 bytes, aligned to that ----------
+
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+#ifdef __CUDA_ARCH__
+  const unsigned int to = static_cast<unsigned int>(__cvta_generic_to_shared(shared));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kBytes) : "memory");
+  }
+#else
+  memcpy(shared, global, kBytes);
+#endif
+}
+// Those of this thread are there.
+__device__ __forceinline__ void wait_for_copies() {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// ---- tensor cores: sum += a b, a 16 x 8, b 8 x 8, operands of 11 significant bits (tf32) -----------------------
+//
+// Lane 4 g + t holds a[g][t], a[g + 8][t], a[g][t + 4], a[g + 8][t + 4], then b[t][g], b[t + 4][g], and of sum
+// [g][2t], [g][2t + 1], [g + 8][2t], [g + 8][2t + 1].
+__device__ __forceinline__ void mma_tf32(float (&sum)[4], const float (&a)[4], const float (&b)[2]) {
+#ifdef __CUDA_ARCH__
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(float_bits(a[0])), "r"(float_bits(a[1])), "r"(float_bits(a[2])), "r"(float_bits(a[3])),
+        "r"(float_bits(b[0])), "r"(float_bits(b[1])));
+#else
+  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  double exact[4] = {sum[0], sum[1], sum[2], sum[3]};
+  for (int k = 0; k < 8; ++k) {
+    for (int j = 0; j < 4; ++j) {
+      const float left = __shfl_sync(0xffffffffu, a[j / 2 + k / 4 * 2], 4 * g + k % 4);
+      const float right = __shfl_sync(0xffffffffu, b[k / 4], 4 * (2 * t + j % 2) + k % 4);
+      exact[j] += static_cast<double>(float_from_bits(float_bits(left) & 0xffffe000u)) *
+                  static_cast<double>(float_from_bits(float_bits(right) & 0xffffe000u));
+    }
+  }
+  for (int j = 0; j < 4; ++j) sum[j] = static_cast<float>(exact[j]);
 #endif
 }
 
