@@ -45,7 +45,7 @@ struct IhcStream {
       StreamSums<Layout> r;
       r.place();
       r.lane = Layout::fresh_thread() & 31;
-      r.deal_tiles(a.tokens);
+      r.deal(a.tokens);
       r.multiply_tiles(a, Layout::fresh_thread() >> 5);
     } else if (warp < kMmaWarps + kApplyWarps) {
       give_registers<Layout::kApplyRegisters>();
@@ -53,7 +53,7 @@ struct IhcStream {
       StreamApply<Layout> r;
       r.place();
       r.lane = Layout::fresh_thread() & 31;
-      r.deal_tiles(a.tokens);
+      r.deal(a.tokens);
       const int thread = Layout::fresh_thread() - kMmaWarps * 32;
       if constexpr (Shape::kHasNorm) r.load_norm_weight(a, thread);
       cluster_wait();
@@ -66,20 +66,16 @@ struct IhcStream {
     } else {
       give_registers<Layout::kHelperRegisters>();
       const int helper = (Layout::fresh_thread() >> 5) - kMmaWarps - kApplyWarps;
+      if (helper == 3) StreamCopy<Layout>::prefetch_token(a);
       Layout at;
       at.place();
       at.lane = Layout::fresh_thread() & 31;
       if (helper == 0) at.make_barriers();
       cluster_arrive();
-      if (helper == 0 || helper == 3) {
-        StreamCopy<Layout> copy{at};
-        copy.deal(a.tokens);
-        if (helper == 3) copy.prefetch_tiles(a);
-        if (helper == 3) cluster_wait();
-        wait_for_previous_grid();
-        if (helper == 0) copy.load_tiles(a);
+      at.deal(a.tokens);
+      if (helper == 0) {
+        StreamCopy<Layout>{at}.load_tiles(a);
       } else {
-        at.deal_tiles(a.tokens);
         cluster_wait();
         wait_for_previous_grid();
         if (helper == 1) StreamSums<Layout>{at}.make_gates(a);

@@ -36,6 +36,12 @@ __device__ __forceinline__ unsigned int peer_address(unsigned int address, unsig
   return peer;
 }
 
+// Barrier `kIndex` (1 to 15) of a block, for kThreads of its threads that come here.
+template <int kIndex, int kThreads>
+__device__ __forceinline__ void block_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kIndex), "n"(kThreads) : "memory");
+}
+
 // ---- transaction barriers -------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(Barrier* barrier, unsigned int arrivals) {
@@ -109,6 +115,10 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, unsigned i
                    shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
+}
+// L2 fetches the bytes; nothing is read or written.
+__device__ __forceinline__ void bulk_prefetch(const void* from, unsigned int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void bulk_store(void* to, const void* from, unsigned int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),

@@ -27,12 +27,13 @@ struct StreamSums : Layout {
     typename Shape::Weights weights[kUnits];
     {
       float values[kUnits][Shape::kHalf][8];
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) Shape::load_unit(a.w, first_unit + u, lane, values[u]);
+      // Unit by unit: all asked for at once, they come 0.3 us later (256 tokens).
+      Shape::load_unit(a.w, first_unit, lane, values[0]);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         weights[u].split(values[u]);
         if (rows == 100 + u) return;
+        if (u + 1 < kUnits) Shape::load_unit(a.w, first_unit + u + 1, lane, values[u + 1]);
       }
     }
     cluster_wait();
