@@ -36,12 +36,6 @@ __device__ __forceinline__ unsigned int peer_address(unsigned int address, unsig
   return peer;
 }
 
-// Barrier `kIndex` (1 to 15) of a block, for kThreads of its threads that come here.
-template <int kIndex, int kThreads>
-__device__ __forceinline__ void block_sync() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kIndex), "n"(kThreads) : "memory");
-}
-
 // ---- transaction barriers -------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(Barrier* barrier, unsigned int arrivals) {

@@ -102,17 +102,17 @@ struct StreamApply : Layout {
     using N = Element<Shape::kNormDtype>;
     const typename N::Type* from = static_cast<const typename N::Type*>(a.rms_weight) + rank * kColumns;
     // The first halves of the octets, then the second halves: lanes side by side read from different banks.
-    constexpr int kThreads = kApplyWarps * 32;
-    static_assert(kColumns % kThreads == 0, "each thread loads as many");
-    float weights[kColumns / kThreads];  // all asked for at once: one after the other they came 3 us later
+    constexpr int kApplyThreads = kApplyWarps * 32, kLoads = kColumns / kApplyThreads;
+    static_assert(kLoads * kApplyThreads == kColumns, "each thread loads as many");
+    float weights[kLoads];  // all asked for at once: one after the other they came 3 us later
 #pragma unroll
-    for (int k = 0; k < kColumns / kThreads; ++k) weights[k] = N::to_float(from[k * kThreads + thread]);
+    for (int n = 0; n < kLoads; ++n) weights[n] = N::to_float(from[n * kApplyThreads + thread]);
 #pragma unroll
-    for (int k = 0; k < kColumns / kThreads; ++k) {
-      const int column = k * kThreads + thread;
-      norm_weight[(column & 4) * (kColumns / 8) + (column >> 3) * 4 + (column & 3)] = weights[k];
+    for (int n = 0; n < kLoads; ++n) {
+      const int k = n * kApplyThreads + thread;
+      norm_weight[(k & 4) * (kColumns / 8) + (k >> 3) * 4 + (k & 3)] = weights[n];
     }
-    block_sync<2, kApplyWarps * 32>();
+    asm volatile("bar.sync 1, %0;" ::"n"(kApplyThreads) : "memory");
   }
 
   // Where z waits: in place of the first channel's x, or (post_pre, whose y may still be on its way out) of the block's
