@@ -3,17 +3,18 @@
 // A tile is up to 8 tokens; block `rank` of a cluster of 8 owns hidden / 8 columns of all channels. Each warp has one
 // job and barriers in shared memory link them, so that the mma warps run tiles ahead of the apply warps:
 //
-// | role    | warps | does                                                   | waits for              | tells | |
-// ------- | ----- | ------------------------------------------------------ | ---------------------- | ----------------
-// | | mma     | 8     | a chunk each: dots, squares; post_pre: y in place      | full, partials_empty   |
-// partials_full, empty, y_full | | apply   | 4     | z of a token each, then of another; norm: squares told |
-// gates_full, norm_full  | empty            | | loader  | 1     | bulk copies x into the ring of stages | empty | full
-// (bytes)     | | gates   | 1     | adds the 8 chunks, tells all blocks, works out gates   | partials_full, slot_full |
-// partials_empty, gates_full | | storer  | 1     | post_pre: bulk copies y to memory                      | y_full |
-// empty            | | asker   | 1     | asks L2 for x before the previous kernel ends          | |                  |
+// * mma, 8 warps: a chunk each, dots and squares; post_pre: y in place.
+//   Waits for full, partials_empty; tells partials_full, empty, y_full.
+// * apply, 4 warps: z of a token each, then of another; norm: squares told.
+//   Waits for gates_full, norm_full; tells empty.
+// * loader: makes the barriers, bulk copies x into the ring of stages. Waits for empty; tells full (bytes).
+// * gates: adds the 8 chunks, tells all blocks, works out gates.
+//   Waits for partials_full, slot_full; tells partials_empty, gates_full.
+// * storer: post_pre: bulk copies y to memory. Waits for y_full; tells empty.
+// * asker: asks L2 for x of small batches before the previous kernel ends.
 #pragma once
 
-#include "common/sm90_ihc.cuh"
+#include "common/sm90_ihc_baked.cuh"
 
 namespace hccupy {
 
@@ -26,9 +27,8 @@ struct Turn {
   __device__ __forceinline__ explicit Turn(unsigned int tile) : index(tile % kSize), parity(tile / kSize & 1) {}
 };
 
-template <class Shape_>
 struct StreamLayout {
-  using Shape = Shape_;
+  using Shape = BakedShape;
   static constexpr int kHc = Shape::kHc, kXDtype = Shape::kXDtype, kVec = Shape::kVec;
   static constexpr bool kPost = Shape::kPost, kHasNorm = Shape::kHasNorm;
   static constexpr int kRanks = 8;

@@ -5,14 +5,7 @@
 
 namespace hccupy {
 
-template <class Layout>
-struct StreamCopy : Layout {
-  using Shape = typename Layout::Shape;
-  using Layout::kHc, Layout::kVec, Layout::kPost, Layout::kColumns, Layout::kRowBytes, Layout::kTokenBytes,
-      Layout::kPostBytes, Layout::kStages, Layout::kInFlight, Layout::kStageBytes;
-  using Layout::stages, Layout::full, Layout::empty, Layout::y_full, Layout::h_in, Layout::rank, Layout::lane,
-      Layout::tiles;
-
+struct StreamCopy : StreamLayout {
   // One row of kRowBytes by the whole warp, for memory that bulk copies cannot reach.
   __device__ __forceinline__ void copy_row(char* to, const char* from) const {
     using Word = typename WordOf<2 * kVec>::Type;
@@ -56,8 +49,7 @@ struct StreamCopy : Layout {
   // block, and stays coherent. Small batches alone: memory would serve it before the weights, and the copy engine takes
   // 0.8 us for it (512 tokens: none 12.3, one round 12.8, four 15.7 us; 64 tokens 5.0 and 4.6).
   static __device__ __forceinline__ void prefetch_token(const IhcArguments& a) {
-    if (kVec == 8 && elect_lane() && blockIdx.x < a.tokens &&
-        a.tokens <= 3 * kTileTokens * gridDim.x / Layout::kRanks) {
+    if (kVec == 8 && elect_lane() && blockIdx.x < a.tokens && a.tokens <= 3 * kTileTokens * gridDim.x / kRanks) {
       const Source from(a, 0);
       const long long token = blockIdx.x;
 #pragma unroll
@@ -68,13 +60,13 @@ struct StreamCopy : Layout {
   }
 
   __device__ __forceinline__ void load_tiles(const IhcArguments& a) {
-    this->deal_shares(a.tokens);
+    deal_shares(a.tokens);
     const Source from(a, rank);
     const char* post = a.x + 2LL * rank * kColumns;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const Turn<kStages> turn(tile);
-      const int first = this->tile_first(tile), count = this->tile_count(tile);
+      const int first = tile_first(tile), count = tile_count(tile);
       if (tile == kInFlight) cluster_wait();  // not before: the first tiles need no peer
       // Memory serves all that is asked for alike: with every stage in flight the first tile comes when the last does.
       if (tile >= kInFlight) {
@@ -84,7 +76,7 @@ struct StreamCopy : Layout {
       char* stage = stages + turn.index * kStageBytes;
       Barrier* barrier = &full[turn.index];
       barrier_wait(&empty[turn.index], turn.parity ^ 1);
-      if (lane == 0) this->places[turn.index] = int2{first, count};
+      if (lane == 0) places[turn.index] = int2{first, count};
       const int token = lane / kHc, channel = lane % kHc;
       if (kVec == 8 && lane == 0) barrier_expect(barrier, count * (kHc + (kPost ? 1 : 0)) * kRowBytes);
       if (tile == 0) wait_for_previous_grid();  // as late as can be
@@ -126,8 +118,8 @@ struct StreamCopy : Layout {
       const Turn<kStages> turn(tile);
       char* stage = stages + turn.index * kStageBytes;
       barrier_wait(&y_full[turn.index], turn.parity);
-      const long long first = this->places[turn.index].x;
-      const int count = this->places[turn.index].y;
+      const long long first = places[turn.index].x;
+      const int count = places[turn.index].y;
       if constexpr (kVec == 8) {
         each_row(count, [&](int token, int channel) {
           bulk_store(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc),
