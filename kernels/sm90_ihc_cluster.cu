@@ -20,12 +20,10 @@
 // over the clusters. With the programmatic attribute, w, scale and base are fetched before the previous kernel ends.
 #include "common/sm90_ihc_baked.cuh"
 
-#include "common/sm90_ihc.cuh"
-
 namespace hccupy {
 
-template <class Shape>
-struct IhcCluster {
+struct IhcKernel {
+  using Shape = BakedShape;
   static constexpr int kRanks = 16;
   static constexpr int kWarps = Shape::kHidden / 32 / kRanks;  // each: one group of 32 columns, all channels
   static constexpr int kThreads = (kWarps + 1) * 32;           // and a warp for the gates that are only returned
@@ -57,8 +55,10 @@ struct IhcCluster {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int rank = static_cast<int>(cluster_rank());
     const int cluster = blockIdx.x / kRanks, clusters = gridDim.x / kRanks;
-    const int first = static_cast<int>(static_cast<long long>(a.tokens) * cluster / clusters);
-    const int count = static_cast<int>(static_cast<long long>(a.tokens) * (cluster + 1) / clusters) - first;
+    int share = kTileTokens;  // the first clusters have a token more
+    while (share * clusters > a.tokens) --share;
+    const int larger = a.tokens - share * clusters;
+    const int first = cluster * share + min(cluster, larger), count = share + (cluster < larger);
     const bool has_columns = warp < kWarps;
     const bool has_token = g < count;
 
@@ -74,7 +74,7 @@ struct IhcCluster {
 
     const int group = rank * kWarps + warp;
     const int column = group * 32 + t * 8;
-    typename Shape::Weights weights[2];
+    Shape::Weights weights[2];
     if (has_columns) {
       float values[2][Shape::kHalf][8];
 #pragma unroll
@@ -90,8 +90,7 @@ struct IhcCluster {
       using N = Element<Shape::kNormDtype>;
 #pragma unroll
       for (int k = 0; k < 8; ++k)
-        norm_weights[k] =
-            has_columns ? N::to_float(static_cast<const typename N::Type*>(a.rms_weight)[column + k]) : 0.0f;
+        norm_weights[k] = has_columns ? N::to_float(static_cast<const N::Type*>(a.rms_weight)[column + k]) : 0.0f;
     }
 
     // x may still be in the making: asking L2 for its lines consumes nothing, and warms the address translation.
@@ -128,7 +127,7 @@ struct IhcCluster {
     if (has_columns) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        typename Shape::Sums sums;
+        Shape::Sums sums;
 #pragma unroll
         for (int b = 0; b < Shape::kHalf; ++b) sums.add(weights[half], b, x[half * Shape::kHalf + b]);
         store_partials(partials[2 * warp + half], sums.result(weights[half]), lane);
@@ -177,7 +176,7 @@ struct IhcCluster {
       squares = warp_tree<4>(squares);
       const int part = (base + t) & 3;
       const float dot = part == 0 ? dots.x : part == 1 ? dots.y : part == 2 ? dots.z : dots.w;
-      return by.template gate<static_cast<int>(Shape::kDepth)>(dot, squares, a.norm_eps);
+      return by.gate<static_cast<int>(Shape::kDepth)>(dot, squares, a.norm_eps);
     };
     const auto return_gates = [&](float gate) {
       if (Shape::kOp != kHead && rank == 0 && has_token && t < kHc) a.h_next[token * a.h_next_tokens + t] = gate;
@@ -219,9 +218,6 @@ struct IhcCluster {
     if (has_token) Access::store(a.z + 2 * (token * a.z_tokens + column), pack<kXDtype>(z));
   }
 };
-
-template <class Shape>
-using IhcKernel = IhcCluster<Shape>;
 
 }  // namespace hccupy
 

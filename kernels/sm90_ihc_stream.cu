@@ -19,17 +19,15 @@
 // clusters (any number: tokens are dealt out evenly), block = 512, cluster 8, shared bytes 232448 (what a block may
 // have). With the programmatic attribute, weights are fetched, and L2 is asked for x, before the previous kernel ends.
 // common/sm90_stream.cuh has the roles of the warps and how they are linked.
-#include "common/sm90_ihc_baked.cuh"
-
 #include "common/sm90_stream_apply.cuh"
 #include "common/sm90_stream_copy.cuh"
 #include "common/sm90_stream_sums.cuh"
 
 namespace hccupy {
 
-template <class Shape>
-struct IhcStream {
-  using Layout = StreamLayout<Shape>;
+struct IhcKernel {
+  using Layout = StreamLayout;
+  using Shape = Layout::Shape;
   static constexpr int kThreads = Layout::kThreads, kBlocks = Layout::kBlocks;
   static constexpr int kMmaWarps = Layout::kMmaWarps, kApplyWarps = Layout::kApplyWarps;
 
@@ -42,18 +40,18 @@ struct IhcStream {
     if (warp < kMmaWarps) {
       take_registers<Layout::kMmaRegisters>();
       cluster_arrive();
-      StreamSums<Layout> r;
+      StreamSums r;
       r.place();
       r.lane = Layout::fresh_thread() & 31;
-      r.deal_tiles(a.tokens);
+      r.deal(a.tokens);
       r.multiply_tiles(a, Layout::fresh_thread() >> 5);
     } else if (warp < kMmaWarps + kApplyWarps) {
       give_registers<Layout::kApplyRegisters>();
       cluster_arrive();
-      StreamApply<Layout> r;
+      StreamApply r;
       r.place();
       r.lane = Layout::fresh_thread() & 31;
-      r.deal_tiles(a.tokens);
+      r.deal(a.tokens);
       const int thread = Layout::fresh_thread() - kMmaWarps * 32;
       if constexpr (Shape::kHasNorm) r.load_norm_weight(a, thread);
       cluster_wait();
@@ -66,31 +64,24 @@ struct IhcStream {
     } else {
       give_registers<Layout::kHelperRegisters>();
       const int helper = (Layout::fresh_thread() >> 5) - kMmaWarps - kApplyWarps;
+      if (helper == 3) StreamCopy::prefetch_token(a);
       Layout at;
       at.place();
       at.lane = Layout::fresh_thread() & 31;
       if (helper == 0) at.make_barriers();
       cluster_arrive();
-      if (helper == 0 || helper == 3) {
-        StreamCopy<Layout> copy{at};
-        copy.deal(a.tokens);
-        if (helper == 3) copy.prefetch_tiles(a);
-        if (helper == 3) cluster_wait();
-        wait_for_previous_grid();
-        if (helper == 0) copy.load_tiles(a);
+      at.deal(a.tokens);
+      if (helper == 0) {
+        StreamCopy{at}.load_tiles(a);
       } else {
-        at.deal_tiles(a.tokens);
         cluster_wait();
         wait_for_previous_grid();
-        if (helper == 1) StreamSums<Layout>{at}.make_gates(a);
-        if (Shape::kPost && helper == 2) StreamCopy<Layout>{at}.store_posts(a);
+        if (helper == 1) StreamSums{at}.make_gates(a);
+        if (Shape::kPost && helper == 2) StreamCopy{at}.store_posts(a);
       }
     }
   }
 };
-
-template <class Shape>
-using IhcKernel = IhcStream<Shape>;
 
 }  // namespace hccupy
 

@@ -45,18 +45,21 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
         block = (hidden // 512 + 1) * 32
         return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines=defines, why=why), "cluster"
-    # Half of the clusters that fit, two tiles each, rather than all: the next grid stands beside this one and has its weights when
-    # this one ends. 64 tokens 4.68 against 6.34, 96 5.36 against 6.65, 112 5.61 against 6.90 (post_pre 6.50 / 7.38, 7.45 / 8.01, 7.98 /
-    # 8.53); a third tile (128) gains nothing. One tile each at 56 is 4.03, a kernel with everything in registers 4.20.
-    half = arch.clusters_of_8 // 2
-    if op == 2 or b.has("rms_weight"):
-        half = ceil_div(arch.clusters_of_8, 2)  # more to do a tile: 64 tokens in one tile each. Norm 5.78 (6.02 in two), post_pre 6.30 (6.43)
-    some = arch.clusters_of_8
-    if 0 < tokens <= 2 * TILE * half:
-        some = half
-    elif tokens <= 3 * TILE * (arch.clusters_of_8 - 2):
-        some = arch.clusters_of_8 - 2  # two of the next grid get in. 256 tokens: pre 9.33 -> 8.72, norm 11.1 -> 10.8, post_pre 12.3 -> 11.9
-    clusters = max(1, min(some, ceil_div(tokens, TILE)))
+    # Not all of the clusters that fit where tokens are few: the next grid stands beside this one and has its weights when this one ends.
+    most = arch.clusters_of_8
+    more = op == 2 or b.has("rms_weight")
+    half = ceil_div(most, 2) if more else most // 2
+    each = 7 if op == 2 else TILE  # post_pre at 64 tokens: 8 clusters 6.06, 9 5.66, 10 5.57, 11 5.65
+    some = most
+    if tokens <= TILE * ceil_div(most, 2):
+        some = ceil_div(tokens, each)  # one tile each. 64 tokens: pre 4.32 (7 clusters of two 4.61), head 3.98 (4.51)
+    elif tokens <= 2 * TILE * half:
+        some = half  # two tiles each. pre at 112 tokens: 7 clusters 5.4, 8 5.9, 14 5.4
+    elif tokens <= 3 * TILE * (most - 2):
+        some = most - 2  # two of the next grid get in. 256 tokens: pre 13 clusters 8.14, 12 8.20, 15 9.0
+    elif not more and tokens <= 5 * TILE * (most - 1):
+        some = most - 1  # pre at 512 tokens: 15 clusters 12.25, 14 11.98, 13 12.06
+    clusters = max(1, min(some, most))
     smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
     why = f"{clusters} persistent clusters of 8 blocks stream tiles of 8 tokens through shared memory, weights in registers"
     return Launch((8 * clusters, 1, 1), (512, 1, 1), smem, cluster=8, pdl=True, defines=defines, why=why), "stream"

@@ -172,10 +172,9 @@ struct UnitWeights {
 };
 
 // One unit's sums for a tile. Lane (g, t) ends with output g of tokens 2t and 2t + 1, and entries (g, 2t), (g, 2t + 1)
-// of x x^T.
-template <int kMains>  // chains of the large pieces: a block each where registers suffice, which halves the latency of
-                       // a unit
-                       struct UnitSums {
+// of x x^T. kMains: chains of the large pieces, a block each where registers suffice, which halves a unit's latency.
+template <int kMains>
+struct UnitSums {
   float main[kMains][4] = {}, low_a[4] = {}, low_b[4] = {}, square_a[4] = {}, square_b[4] = {};
 
   template <int kXDtype, int kBlocks>

@@ -1,4 +1,5 @@
-// The defines of the sm_90a iHC kernels, read once and taken away so that templates may use the names. Include first.
+// The defines of the sm_90a iHC kernels, read once, taken away so that templates may use the names, and made a type.
+// Include first.
 #pragma once
 
 namespace hccupy {
@@ -25,3 +26,10 @@ constexpr int rms_weight_dtype = kRmsWeightDtype;
 #undef kHasRmsWeight
 #undef kRmsWeightDtype
 #undef kRoundBeforeNorm
+
+#include "common/sm90_ihc.cuh"
+
+namespace hccupy {
+using BakedShape = IhcShape<baked::op, baked::hc, baked::hidden, baked::x_dtype, baked::rms_weight_dtype,
+                            baked::has_rms_weight, baked::round_before_norm, baked::vec>;
+}  // namespace hccupy

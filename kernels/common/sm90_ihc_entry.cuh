@@ -1,16 +1,13 @@
-// Entry points of the sm_90a iHC kernels. The including file has defined IhcKernel<Shape> with kThreads and run().
+// Entry points of the sm_90a iHC kernels. The including file has defined IhcKernel with kThreads, kBlocks and run().
 #pragma once
 
 namespace hccupy {
-using BakedShape = IhcShape<baked::op, baked::hc, baked::hidden, baked::x_dtype, baked::rms_weight_dtype,
-                            baked::has_rms_weight, baked::round_before_norm, baked::vec>;
-using BakedKernel = IhcKernel<BakedShape>;
 using BakedX = Element<baked::x_dtype>::Type;
 using BakedRmsWeight = Element<baked::rms_weight_dtype>::Type;
 }  // namespace hccupy
 
 #ifdef HCCUPY_ENTRY_PRE
-extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, hccupy::BakedKernel::kBlocks)
+extern "C" __global__ void __launch_bounds__(hccupy::IhcKernel::kThreads, hccupy::IhcKernel::kBlocks)
     ihc_pre(const hccupy::BakedX* x, const float* w, const float* hc_scale, const float* hc_base,
             const hccupy::BakedRmsWeight* rms_weight, hccupy::BakedX* y, float* h_post, long long x_stride_tokens,
             long long x_stride_hc, long long y_stride_tokens, long long h_post_stride_tokens, float norm_eps,
@@ -22,12 +19,12 @@ extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, hccu
   a.x_tokens = x_stride_tokens, a.x_hc = x_stride_hc, a.z_tokens = y_stride_tokens,
   a.h_next_tokens = h_post_stride_tokens;
   a.norm_eps = norm_eps, a.hc_eps = hc_eps, a.magnitude = magnitude, a.rms_eps = rms_eps, a.tokens = tokens;
-  hccupy::BakedKernel::run(a);
+  hccupy::IhcKernel::run(a);
 }
 #endif
 
 #ifdef HCCUPY_ENTRY_HEAD
-extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, hccupy::BakedKernel::kBlocks)
+extern "C" __global__ void __launch_bounds__(hccupy::IhcKernel::kThreads, hccupy::IhcKernel::kBlocks)
     ihc_head(const hccupy::BakedX* x, const float* w, const float* hc_scale, const float* hc_base,
              const hccupy::BakedRmsWeight* rms_weight, hccupy::BakedX* y, long long x_stride_tokens,
              long long x_stride_hc, long long y_stride_tokens, float norm_eps, float hc_eps, float rms_eps,
@@ -38,12 +35,12 @@ extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, hccu
   a.z = reinterpret_cast<char*>(y);
   a.x_tokens = x_stride_tokens, a.x_hc = x_stride_hc, a.z_tokens = y_stride_tokens;
   a.norm_eps = norm_eps, a.hc_eps = hc_eps, a.magnitude = 1.0f, a.rms_eps = rms_eps, a.tokens = tokens;
-  hccupy::BakedKernel::run(a);
+  hccupy::IhcKernel::run(a);
 }
 #endif
 
 #ifdef HCCUPY_ENTRY_POST_PRE
-extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, hccupy::BakedKernel::kBlocks)
+extern "C" __global__ void __launch_bounds__(hccupy::IhcKernel::kThreads, hccupy::IhcKernel::kBlocks)
     ihc_post_pre(const hccupy::BakedX* x, const hccupy::BakedX* residual, const float* h_post, const float* w,
                  const float* hc_scale, const float* hc_base, const hccupy::BakedRmsWeight* rms_weight,
                  hccupy::BakedX* y, hccupy::BakedX* z, float* h_post_next, long long x_stride_tokens,
@@ -60,6 +57,6 @@ extern "C" __global__ void __launch_bounds__(hccupy::BakedKernel::kThreads, hccu
   a.z_tokens = z_stride_tokens;
   a.h_next_tokens = h_post_next_stride_tokens;
   a.norm_eps = norm_eps, a.hc_eps = hc_eps, a.magnitude = magnitude, a.rms_eps = rms_eps, a.tokens = tokens;
-  hccupy::BakedKernel::run(a);
+  hccupy::IhcKernel::run(a);
 }
 #endif

@@ -3,17 +3,18 @@
 // A tile is up to 8 tokens; block `rank` of a cluster of 8 owns hidden / 8 columns of all channels. Each warp has one
 // job and barriers in shared memory link them, so that the mma warps run tiles ahead of the apply warps:
 //
-// | role    | warps | does                                                   | waits for              | tells | |
-// ------- | ----- | ------------------------------------------------------ | ---------------------- | ----------------
-// | | mma     | 8     | a chunk each: dots, squares; post_pre: y in place      | full, partials_empty   |
-// partials_full, empty, y_full | | apply   | 4     | z of a token each, then of another; norm: squares told |
-// gates_full, norm_full  | empty            | | loader  | 1     | bulk copies x into the ring of stages | empty | full
-// (bytes)     | | gates   | 1     | adds the 8 chunks, tells all blocks, works out gates   | partials_full, slot_full |
-// partials_empty, gates_full | | storer  | 1     | post_pre: bulk copies y to memory                      | y_full |
-// empty            | | asker   | 1     | asks L2 for x before the previous kernel ends          | |                  |
+// * mma, 8 warps: a chunk each, dots and squares; post_pre: y in place.
+//   Waits for full, partials_empty; tells partials_full, empty, y_full.
+// * apply, 4 warps: z of a token each, then of another; norm: squares told.
+//   Waits for gates_full, norm_full; tells empty.
+// * loader: makes the barriers, bulk copies x into the ring of stages. Waits for empty; tells full (bytes).
+// * gates: adds the 8 chunks, tells all blocks, works out gates.
+//   Waits for partials_full, slot_full; tells partials_empty, gates_full.
+// * storer: post_pre: bulk copies y to memory. Waits for y_full; tells empty.
+// * asker: asks L2 for x of small batches before the previous kernel ends.
 #pragma once
 
-#include "common/sm90_ihc.cuh"
+#include "common/sm90_ihc_baked.cuh"
 
 namespace hccupy {
 
@@ -26,9 +27,8 @@ struct Turn {
   __device__ __forceinline__ explicit Turn(unsigned int tile) : index(tile % kSize), parity(tile / kSize & 1) {}
 };
 
-template <class Shape_>
 struct StreamLayout {
-  using Shape = Shape_;
+  using Shape = BakedShape;
   static constexpr int kHc = Shape::kHc, kXDtype = Shape::kXDtype, kVec = Shape::kVec;
   static constexpr bool kPost = Shape::kPost, kHasNorm = Shape::kHasNorm;
   static constexpr int kRanks = 8;
@@ -56,7 +56,6 @@ struct StreamLayout {
   static constexpr int kStages = kFit > 6 ? 6 : kFit;
   static constexpr int kWeightRegisters = kUnits * Shape::kHalf * UnitWeights<kXDtype, Shape::kHalf>::kRegisters;
   static constexpr int kInFlight = 2;  // 1 starves memory (89 us at 4096); 3 costs up to 7 us at 16384
-  static constexpr int kPrefetch = 2;  // tiles asked for before the previous kernel ends: -0.3 us at 256 to 4096
   static constexpr bool kWide = kWeightRegisters > 144;
   static constexpr bool kNarrow = kWeightRegisters <= 112,
                         kRows = kNarrow && kVec < 8 &&
@@ -85,7 +84,7 @@ struct StreamLayout {
   int2* places;        // [kStages]: first token and number of tokens of the tile there, from the loader
   Barrier *full, *empty, *y_full, *gates_full, *slot_full, *partials_full, *partials_empty, *norm_full;
   int rank, lane, tiles;
-  int cluster, round_tokens, longer_rounds, share, spare;
+  int cluster, clusters, share, larger;
 
   __device__ __forceinline__ void place() {
     char* at = reinterpret_cast<char*>(shared_bytes);
@@ -110,34 +109,35 @@ struct StreamLayout {
     slot_full = barriers(kSlots), partials_full = barriers(2), partials_empty = barriers(2), norm_full = barriers(4);
   }
 
+  // By one lane that elect.sync has named: by several, the compiler makes loops with a fence a barrier, 2.3 us in all,
+  // which everything that a launch starts with waited for.
   __device__ __forceinline__ void make_barriers() const {
-    if (lane < kStages) {
-      barrier_init(&full[lane], 1 + (kPost ? 32 : 0));
-      barrier_init(&empty[lane], kMmaWarps + kApplyWarps + (kPost ? 1 : 0));
-      barrier_init(&y_full[lane], kMmaWarps);
-      barrier_init(&gates_full[lane], 1);
+    if (elect_lane()) {
+#pragma unroll
+      for (int k = 0; k < kStages; ++k) {
+        barrier_init(&full[k], 1 + (kPost ? 32 : 0));
+        barrier_init(&empty[k], kMmaWarps + kApplyWarps + (kPost ? 1 : 0));
+        barrier_init(&gates_full[k], 1);
+        if constexpr (kPost) barrier_init(&y_full[k], kMmaWarps);
+      }
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        barrier_init(&slot_full[k], 1);
+        barrier_init(&partials_full[k], kMmaWarps);
+        barrier_init(&partials_empty[k], 1);
+      }
+#pragma unroll
+      for (int k = 0; k < 4 && kHasNorm; ++k) barrier_init(&norm_full[k], 1);
+      fence_barrier_init();
+      fence_bulk();
+#pragma unroll
+      for (int k = 0; k < 2; ++k) barrier_expect(&slot_full[k], kSlotBytes);
+#pragma unroll
+      for (int k = 0; k < 4 && kHasNorm; ++k) barrier_expect(&norm_full[k], kNormBytes);
     }
-    if (lane < 2) {
-      barrier_init(&slot_full[lane], 1), barrier_init(&partials_full[lane], kMmaWarps),
-          barrier_init(&partials_empty[lane], 1);
-    }
-    if (lane < 4) barrier_init(&norm_full[lane], 1);
-    fence_barrier_init();
-    fence_bulk();
-    if (lane < 2) barrier_expect(&slot_full[lane], kSlotBytes);
-    if (lane < 4) barrier_expect(&norm_full[lane], kNormBytes);
     __syncwarp();
   }
 
-  // Tokens are split evenly over the fewest rounds of tiles, a round's tokens evenly over the clusters: no round is a
-  // remainder of one token a cluster, which would cost the time of a whole tile. A round is one run of memory.
-  __device__ __forceinline__ void deal(int tokens) {
-    deal_tiles(tokens);
-    const unsigned int all = tokens, clusters = gridDim.x / kRanks, most = kTileTokens * clusters,
-                       rounds = (all + most - 1) / most;
-    round_tokens = all / rounds, longer_rounds = tokens - round_tokens * rounds;
-    share = static_cast<unsigned int>(round_tokens) / clusters, spare = round_tokens - share * clusters;
-  }
   // Read anew (volatile): kept from role to role or tile to tile it costs registers.
   static __device__ __forceinline__ int fresh_thread() {
     int thread;
@@ -145,24 +145,30 @@ struct StreamLayout {
     return thread;
   }
 
-  // What the other roles need of it; they find a tile's place in `places`.
-  __device__ __forceinline__ void deal_tiles(int tokens) {
+  // Tokens are split evenly over the tiles of the fewest rounds: no round is a remainder of one token a cluster, which
+  // would cost the time of a whole tile. A round is one run of memory; the first `larger` tiles have a token more.
+  __device__ __forceinline__ void deal(int tokens) {
     // Read anew by each role (volatile): values kept from before the roles part would cost the mma warps registers.
     unsigned int block;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-    cluster = block / kRanks;
-    rank = block % kRanks;
-    const unsigned int most = kTileTokens * (gridDim.x / kRanks);
+    cluster = block / kRanks, rank = block % kRanks;
+    clusters = gridDim.x / kRanks;
+    const unsigned int most = kTileTokens * clusters;
     tiles = cluster < tokens ? (static_cast<unsigned int>(tokens) + most - 1) / most
                              : 0;  // with fewer tokens than clusters: none
   }
+  // What the loader needs beyond; the other roles find a tile's place in `places`.
+  __device__ __forceinline__ void deal_shares(int tokens) {
+    const unsigned int all = static_cast<unsigned int>(tiles) * clusters;
+    share = kTileTokens;
+    while (share * all > tokens) --share;  // a division would take longer
+    larger = tokens - share * all;
+  }
   __device__ __forceinline__ int tile_first(int tile) const {
-    return tile * round_tokens + min(tile, longer_rounds) + cluster * share +
-           min(cluster, spare + (tile < longer_rounds));
+    const int number = tile * clusters + cluster;
+    return number * share + min(number, larger);
   }
-  __device__ __forceinline__ int tile_count(int tile) const {
-    return share + (cluster < spare + (tile < longer_rounds));
-  }
+  __device__ __forceinline__ int tile_count(int tile) const { return share + (tile * clusters + cluster < larger); }
 };
 
 }  // namespace hccupy

@@ -9,21 +9,12 @@
 
 namespace hccupy {
 
-template <class Layout>
-struct StreamApply : Layout {
-  using Shape = typename Layout::Shape;
-  using Layout::full, Layout::empty, Layout::y_full, Layout::gates_full, Layout::norm_full;
-  using Layout::kHc, Layout::kXDtype, Layout::kVec, Layout::kPost, Layout::kHasNorm, Layout::kRanks,
-      Layout::kApplyWarps, Layout::kColumns, Layout::kHalfTokens, Layout::kRowBytes, Layout::kTokenBytes,
-      Layout::kPostBytes, Layout::kStages, Layout::kStageBytes, Layout::kNormBytes;
-  using Layout::stages, Layout::gates, Layout::norm_slots, Layout::norm_weight, Layout::rank, Layout::lane,
-      Layout::tiles;
-
+struct StreamApply : StreamLayout {
   // Lanes 0-15 take the first half of the block's columns (a 16th of the row), 16 octets at a time, lanes 16-31 the
   // second half.
   static constexpr int kHalfOctets = kColumns / 16, kSteps = (kHalfOctets + 15) / 16;
   static constexpr bool kKeeps = kHasNorm && Shape::kRoundBeforeNorm;  // unrounded, z has no room: it is mixed twice
-  static constexpr int kStepsAtOnce = Layout::kWide && kHasNorm && !kPost ? 2 : kSteps;
+  static constexpr int kStepsAtOnce = kWide && kHasNorm && !kPost ? 2 : kSteps;
   static_assert(kApplyWarps == kHalfTokens, "a warp has one token of each half tile");
 
   // Has this lane an octet in that step? All but the last step are full; idle lanes repeat their first octet and store
@@ -60,7 +51,7 @@ struct StreamApply : Layout {
   }
   // This block's columns of z of a token.
   __device__ __forceinline__ char* row_of(const IhcArguments& a, int turn, int token) const {
-    return a.z + 2 * ((static_cast<long long>(this->places[turn].x) + token) * a.z_tokens + rank * kColumns);
+    return a.z + 2 * ((static_cast<long long>(places[turn].x) + token) * a.z_tokens + rank * kColumns);
   }
   __device__ __forceinline__ void store(char* row, int step, const float (&z)[8]) const {
     if (has(step)) Octet<kVec>::store(row + octet(step) * 16, pack<kXDtype>(z));
@@ -80,7 +71,7 @@ struct StreamApply : Layout {
     for (int tile = 0; tile < tiles; ++tile) {
       const Turn<kStages> turn(tile);
       wait_for_tile(turn);
-      const int count = this->places[turn.index].y;
+      const int count = places[turn.index].y;
 #pragma unroll 1
       for (int token = warp; token < count; token += kHalfTokens) {
         const Token at = token_of(turn.index, token);
@@ -100,12 +91,19 @@ struct StreamApply : Layout {
 
   __device__ __forceinline__ void load_norm_weight(const IhcArguments& a, int thread) const {
     using N = Element<Shape::kNormDtype>;
-    const typename N::Type* from = static_cast<const typename N::Type*>(a.rms_weight) + rank * kColumns;
+    const N::Type* from = static_cast<const N::Type*>(a.rms_weight) + rank * kColumns;
     // The first halves of the octets, then the second halves: lanes side by side read from different banks.
-#pragma unroll 1
-    for (int k = thread; k < kColumns; k += kApplyWarps * 32)
-      norm_weight[(k & 4) * (kColumns / 8) + (k >> 3) * 4 + (k & 3)] = N::to_float(from[k]);
-    asm volatile("bar.sync 1, %0;" ::"n"(kApplyWarps * 32) : "memory");
+    constexpr int kApplyThreads = kApplyWarps * 32, kLoads = kColumns / kApplyThreads;
+    static_assert(kLoads * kApplyThreads == kColumns, "each thread loads as many");
+    float weights[kLoads];  // all asked for at once: one after the other they came 3 us later
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) weights[n] = N::to_float(from[n * kApplyThreads + thread]);
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const int k = n * kApplyThreads + thread;
+      norm_weight[(k & 4) * (kColumns / 8) + (k >> 3) * 4 + (k & 3)] = weights[n];
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(kApplyThreads) : "memory");
   }
 
   // Where z waits: in place of the first channel's x, or (post_pre, whose y may still be on its way out) of the block's
@@ -128,7 +126,7 @@ struct StreamApply : Layout {
       if constexpr (kKeeps) {
         const uint4 rounded = pack<kXDtype>(z);
         unpack<kXDtype>(rounded, z);
-        if constexpr (Layout::kWide) {  // no registers to hold it
+        if constexpr (kWide) {  // no registers to hold it
           if (has(step)) kept(turn, token)[octet(step)] = rounded;
         } else {
           held[step] = rounded;
@@ -137,7 +135,7 @@ struct StreamApply : Layout {
       const float squares = octet_squares(z);
       if (has(step)) sum += squares;
     }
-    if constexpr (kKeeps && !Layout::kWide) {
+    if constexpr (kKeeps && !kWide) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         if (has(step)) kept(turn, token)[octet(step)] = held[step];
@@ -167,14 +165,14 @@ struct StreamApply : Layout {
   // Slots and barriers: [tile & 1][half]. Two of a kind suffice: a peer tells tile n + 2 only after it has had the sums
   // of n + 1 from all warps of this block, and each of them had waited for those of n before it told n + 1. Both halves
   // written out: 270 -> 252 us at 16384 where the apply warps are the bottleneck, for 400 instructions more to compile.
-  static constexpr int kHalvesAtOnce = Layout::kApplyBound ? 2 : 1;
+  static constexpr int kHalvesAtOnce = kApplyBound ? 2 : 1;
   __device__ __forceinline__ void apply_tiles_norm(const IhcArguments& a, int warp) const {
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const Turn<kStages> turn(tile);
       const Turn<2> pair(tile);
       wait_for_tile(turn);
-      const int count = this->places[turn.index].y;
+      const int count = places[turn.index].y;
       float* const slots = norm_slots + pair.index * (2 * kRanks * kHalfTokens);
       Barrier* const told = norm_full + 2 * pair.index;
 #pragma unroll kHalvesAtOnce

@@ -5,14 +5,7 @@
 
 namespace hccupy {
 
-template <class Layout>
-struct StreamCopy : Layout {
-  using Shape = typename Layout::Shape;
-  using Layout::kHc, Layout::kVec, Layout::kPost, Layout::kColumns, Layout::kRowBytes, Layout::kTokenBytes,
-      Layout::kPostBytes, Layout::kStages, Layout::kInFlight, Layout::kStageBytes;
-  using Layout::stages, Layout::full, Layout::empty, Layout::y_full, Layout::h_in, Layout::rank, Layout::lane,
-      Layout::tiles;
-
+struct StreamCopy : StreamLayout {
   // One row of kRowBytes by the whole warp, for memory that bulk copies cannot reach.
   __device__ __forceinline__ void copy_row(char* to, const char* from) const {
     using Word = typename WordOf<2 * kVec>::Type;
@@ -24,7 +17,7 @@ struct StreamCopy : Layout {
   // copy(token, channel) for the rows of a tile: a row a lane, or all by one lane. The compiler puts a loop over the
   // lanes around a bulk copy, 70 cycles a copy and 1.1 us a tile, unless one lane asks for it that elect.sync has
   // named. Narrow rows wait for that (hidden 4096, 16384 tokens: 208 -> 176 us); at 6144 the bytes take longer, and
-  // copies that come slower are even better (235.7, by one lane 239.1; with a norm 263.7 and 270.5).
+  // copies that come slower are even better (512 tokens 12.6, by one lane 14.5).
   template <class Copy>
   __device__ __forceinline__ void each_row(int count, Copy copy) const {
     if constexpr (kRowBytes <= 1280) {
@@ -52,32 +45,28 @@ struct StreamCopy : Layout {
     }
   };
 
-  // Before the wait for the previous grid, which may still be making x: L2 fetches the lines and stays coherent. Line
-  // by line: the copy engine is left to the loader.
-  __device__ __forceinline__ void prefetch_tiles(const IhcArguments& a) const {
-    const Source from(a, rank);
-    for (int tile = 0; tile < Layout::kPrefetch && tile < tiles; ++tile) {
-      const int first = this->tile_first(tile), rows = this->tile_count(tile) * kHc;
-#pragma unroll 1
-      for (int row = 0; row < rows; ++row) prefetch_row(from.row(first + row / kHc, row % kHc));
-      if constexpr (kPost) {
-#pragma unroll 1
-        for (int row = 0; row < this->tile_count(tile); ++row)
-          prefetch_row(a.x + 2 * ((first + row) * a.x_tokens + rank * kColumns));
-      }
+  // Before the wait for the previous grid, which may still be making x: L2 fetches the first round of tiles, a token a
+  // block, and stays coherent. Small batches alone: memory would serve it before the weights, and the copy engine takes
+  // 0.8 us for it (512 tokens: none 12.3, one round 12.8, four 15.7 us; 64 tokens 5.0 and 4.6).
+  static __device__ __forceinline__ void prefetch_token(const IhcArguments& a) {
+    if (kVec == 8 && elect_lane() && blockIdx.x < a.tokens && a.tokens <= 3 * kTileTokens * gridDim.x / kRanks) {
+      const Source from(a, 0);
+      const long long token = blockIdx.x;
+#pragma unroll
+      for (int channel = 0; channel < kHc; ++channel) bulk_prefetch(from.row(token, channel), 2 * Shape::kHidden);
+      if constexpr (kPost) bulk_prefetch(a.x + 2 * token * a.x_tokens, 2 * Shape::kHidden);
     }
-  }
-  __device__ __forceinline__ void prefetch_row(const char* row) const {
-    if (lane * 128 < kRowBytes) prefetch_line(row + lane * 128);
+    __syncwarp();
   }
 
-  __device__ __forceinline__ void load_tiles(const IhcArguments& a) const {
+  __device__ __forceinline__ void load_tiles(const IhcArguments& a) {
+    deal_shares(a.tokens);
     const Source from(a, rank);
     const char* post = a.x + 2LL * rank * kColumns;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const Turn<kStages> turn(tile);
-      const int first = this->tile_first(tile), count = this->tile_count(tile);
+      const int first = tile_first(tile), count = tile_count(tile);
       if (tile == kInFlight) cluster_wait();  // not before: the first tiles need no peer
       // Memory serves all that is asked for alike: with every stage in flight the first tile comes when the last does.
       if (tile >= kInFlight) {
@@ -87,10 +76,11 @@ struct StreamCopy : Layout {
       char* stage = stages + turn.index * kStageBytes;
       Barrier* barrier = &full[turn.index];
       barrier_wait(&empty[turn.index], turn.parity ^ 1);
-      if (lane == 0) this->places[turn.index] = int2{first, count};
+      if (lane == 0) places[turn.index] = int2{first, count};
       const int token = lane / kHc, channel = lane % kHc;
+      if (kVec == 8 && lane == 0) barrier_expect(barrier, count * (kHc + (kPost ? 1 : 0)) * kRowBytes);
+      if (tile == 0) wait_for_previous_grid();  // as late as can be
       if constexpr (kVec == 8) {
-        if (lane == 0) barrier_expect(barrier, count * (kHc + (kPost ? 1 : 0)) * kRowBytes);
         __syncwarp();
         each_row(count, [&](int token, int channel) {
           bulk_load(stage + token * kTokenBytes + channel * kRowBytes, from.row(first + token, channel), kRowBytes,
@@ -128,8 +118,8 @@ struct StreamCopy : Layout {
       const Turn<kStages> turn(tile);
       char* stage = stages + turn.index * kStageBytes;
       barrier_wait(&y_full[turn.index], turn.parity);
-      const long long first = this->places[turn.index].x;
-      const int count = this->places[turn.index].y;
+      const long long first = places[turn.index].x;
+      const int count = places[turn.index].y;
       if constexpr (kVec == 8) {
         each_row(count, [&](int token, int channel) {
           bulk_store(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc),
