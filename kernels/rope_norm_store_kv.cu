@@ -33,8 +33,10 @@
 // kRing > 0 (common/rope_stream.cuh): any number of blocks of kParts + 1 warps, kRing stages of shared memory.
 // May be a dependent launch; kEarly (common/rope_row.cuh) says what is done before the previous grid has ended.
 
-#if kRing
-#include "common/rope_stream.cuh"
+#if kMany
+#include "common/rope_many.cuh"
+#elif kBulk
+#include "common/rope_block.cuh"
 #else
 #include "common/rope_few.cuh"
 #endif
@@ -49,7 +51,8 @@ struct Config {
   static constexpr int policy = kQkNormPolicy;
   static constexpr bool tail_zero = kTail == 0;
   static constexpr bool has_null = kHasNullBlock, has_out_k = kHasOutK, has_out_v = kHasOutV;
-  static constexpr int steps = kSteps, parts = kParts, early = kEarly, ring = kRing;
+  static constexpr int steps = kSteps, parts = kParts, early = kEarly;
+  static constexpr bool many = kMany, bulk = kBulk;
   static constexpr int read_align = kReadAlign, write_align = kWriteAlign, table_align = kTableAlign,
                        weight_align = kWeightAlign;
   using Lanes = hccupy::HeadLanes<kHeadDim, kRotaryDim, interleaved>;
@@ -63,8 +66,10 @@ struct Config {
 // One of the two a binary.
 __device__ __forceinline__ void run(const hccupy::RopeArgs<Config>& args) {
   hccupy::let_next_grid_start();
-#if kRing
+#if kMany
   hccupy::many_rows(args);
+#elif kBulk
+  hccupy::row_a_block(args);
 #else
   hccupy::few_rows(args);
 #endif

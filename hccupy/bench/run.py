@@ -191,7 +191,7 @@ def precompile(todo: Sequence[tuple[OpSpec, Case]]) -> int:
 
 def compile_seconds(made: Plan, seen: set[Any]) -> dict[str, float]:
     """{"compile_s": a cold compile, NVRTC's own cache off}, the first time that such a kernel is met."""
-    kind = (made.op, made.variant, *(made.defines.get(d) for d in ("kHc", "kHasRmsWeight", "kRing", "kSteps", "kVec")))
+    kind = (made.op, made.variant, *(made.defines.get(d) for d in ("kHc", "kHasRmsWeight", "kBulk", "kMany", "kSteps", "kVec")))
     if kind in seen:
         return {}
     seen.add(kind)

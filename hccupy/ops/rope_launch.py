@@ -33,7 +33,7 @@ def _units(b: Bound) -> tuple[int, int]:
 
 
 def _stage_bytes(b: Bound) -> int:
-    """RowStage of kernels/common/rope_stream.cuh: a row of qkv and its angles in shared memory."""
+    """RowStage of kernels/common/rope_block.cuh: a row of qkv and its angles in shared memory."""
     a = b.axes
     row = (a["q_heads"] + a["kv_heads"]) * a["head_dim"] + a["kv_heads"] * a["v_head_dim"]
     return ceil_div(2 * row + 4 * a["rotary_dim"], 128) * 128
@@ -46,13 +46,17 @@ def _blocks(units: int, arch: Arch) -> tuple[tuple[int, int, int], tuple[int, in
 
 
 class Shape(NamedTuple):
-    """How the warps share the work. steps: units a warp; warps: a multiprocessor; ring: rows of a block in shared memory (0: none)."""
+    """How the warps share the work. steps: units a warp; warps: a multiprocessor; block: warps of one (0: by their number).
+
+    way: "few" rows, each by warps of their own; a row a "block", brought by a bulk copy; "many" rows, `rows` of them a warp.
+    """
 
     steps: int
     warps: int
     early: int = 0  # EARLY_..., 0: not a dependent launch
-    ring: int = 0
-    block: int = 0  # warps of a block where there is no ring (0: by the number of warps)
+    way: str = "few"
+    block: int = 0
+    rows: int = 1
 
     @property
     def pdl(self) -> bool:
@@ -61,9 +65,9 @@ class Shape(NamedTuple):
 
 
 # What a dependent launch does before the previous grid has ended: bits of kernels/common/rope_row.cuh.
-EARLY_ROW, EARLY_ALL = 1, 3
+EARLY_ROW, EARLY_ALL, EARLY_START = 1, 3, 4
 # (rows a multiprocessor, Shape): from a row a block that has a multiprocessor for itself to four side by side.
-ROW_A_BLOCK = ((1, Shape(2, 11, EARLY_ALL, 1)), (2, Shape(3, 18, EARLY_ALL, 1)), (4, Shape(6, 20, EARLY_ALL, 1)))
+ROW_A_BLOCK = ((1, Shape(2, 11, EARLY_ALL, "block")), (2, Shape(3, 18, EARLY_ALL, "block")), (4, Shape(6, 20, EARLY_ALL, "block")))
 MOST_WARPS = 20  # of a multiprocessor: five a scheduler have 96 registers, which the arithmetic needs
 
 
@@ -71,24 +75,22 @@ def shape_of(b: Bound, arch: Arch) -> Shape:
     """Measured on an H200 (kernels/NOTES.md), in units or rows a multiprocessor so that it carries over to other chips.
 
     A few units are all latency: a warp each, or two. More rows: a block a row, brought by a bulk copy and shared by as many warps as
-    registers allow. Many rows: persistent blocks, several rows ahead; wider shapes and fp8 need more warps, bf16 more rows ahead.
+    registers allow. Many rows: small blocks in the order of the rows.
     """
     tokens, units = b.axes["tokens"], b.axes["tokens"] * sum(_units(b))
+    many = Shape(4, 20, EARLY_START if arch.clusters else 0, "many", 1, 4)
     if not arch.clusters:
-        return Shape(1, 16) if units <= 16 * arch.sms else Shape(4, 16)
+        return Shape(1, 16) if units <= 16 * arch.sms else many
     if units <= arch.sms:
         return Shape(1, 16, EARLY_ALL, block=3)
+    if units <= 5 * arch.sms:
+        return Shape(2, 16, EARLY_ALL, block=1)
     stage = _stage_bytes(b) + 1024  # the barriers, and what the driver takes of each block
-    bulk = b.aligned["qkv"] >= 16 and b.aligned["cos_sin"] >= 16 and b.axes["rotary_dim"] % 4 == 0
-    if units <= 5 * arch.sms or not (bulk and 2 * stage <= arch.smem):
-        return Shape(2, 16, EARLY_ALL, block=1) if units <= 5 * arch.sms else Shape(4, 16, EARLY_ALL if units <= 40 * arch.sms else 0)
-    for rows, shape in ROW_A_BLOCK:
-        if tokens <= rows * arch.sms and rows * stage <= arch.smem:
-            return shape
-    ring = 3 if 3 * stage <= arch.smem else 2
-    if stage <= 6144:
-        return Shape(6, 15, EARLY_ROW, ring)
-    return Shape(6, 20, EARLY_ROW, 4) if stage <= 16384 and not b.op.endswith("_fp8") else Shape(4, 18, EARLY_ROW, ring)
+    if b.aligned["qkv"] >= 16 and b.aligned["cos_sin"] >= 16 and b.axes["rotary_dim"] % 4 == 0:  # what bulk copies can move
+        for rows, shape in ROW_A_BLOCK:
+            if tokens <= rows * arch.sms and rows * stage <= arch.smem:
+                return shape
+    return many
 
 
 def _lean(b: Bound) -> bool:
@@ -108,7 +110,7 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
     tokens, requests = a["tokens"], a["requests"]
     fp8 = b.op.endswith("_fp8")
     s = shape or shape_of(b, arch)
-    while s.ring and _parts(b, s.steps) >= MOST_WARPS:  # 160 heads or more
+    while s.way == "block" and _parts(b, s.steps) >= MOST_WARPS:  # 160 heads or more
         s = s._replace(steps=s.steps + 1)
     parts = _parts(b, s.steps)
     more = 0
@@ -117,22 +119,29 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
         if b.scalars["q_quant"] == "dynamic" and b.scalars["is_prefill"]:
             more += requests * padded(b.scalars["max_q_len"]) // 32
     smem = 0
-    if s.ring:
-        smem = s.ring * _stage_bytes(b)
+    warps = s.warps if _lean(b) else min(s.warps, 16)  # four a scheduler have 128 registers
+    if s.way == "block":
+        smem = _stage_bytes(b)
         threads = 32 * (parts + 1)
-        warps = s.warps if threads > 96 and _lean(b) else min(s.warps, 16)  # four a scheduler have 128 registers
         most = max(min(32 * warps // threads, arch.smem // (smem + 1024)), 1)
-        grid, block = (max(min(max(tokens, ceil_div(more, parts)), most * arch.sms), 1), 1, 1), (threads, 1, 1)
+        grid, block = (max(tokens, 1), 1, 1), (threads, 1, 1)
+        how = "a row a block, by bulk copies"
+    elif s.way == "many":
+        smem = s.block * 2 * s.steps * 1024
+        threads = 32 * s.block
+        most = warps // s.block
+        grid, block = (max(ceil_div(ceil_div(tokens, s.rows) * parts, s.block), 1), 1, 1), (threads, 1, 1)
+        how = f"{s.steps} KB each, of {s.rows} rows"
     else:
         # The tail is looked at by a warp of its own where warps have little to do.
         parts += int(s.steps < 4 and b.scalars["tail"] == "zero" and not (b.has("out_k") and b.has("out_v")))
         threads = THREADS
         most = 1 if s.block else max(32 * s.warps // threads, 1)
-        warps = tokens * parts + more
-        grid, block = ((max(ceil_div(warps, s.block), 1), 1, 1), (32 * s.block, 1, 1)) if s.block else _blocks(warps, arch)
+        count = tokens * parts + more
+        grid, block = ((max(ceil_div(count, s.block), 1), 1, 1), (32 * s.block, 1, 1)) if s.block else _blocks(count, arch)
+        how = f"{s.steps} KB each"
     written = [b.aligned[n] for n in ("q", "key_cache", "value_cache", "out_k", "out_v") if n in b.aligned]
     weights = [b.aligned[n] for n in ("q_norm_weight", "k_norm_weight") if n in b.aligned]
-    how = f"rows by bulk copies, {s.ring} a block" if s.ring else f"{s.steps} KB each"
     return Launch(
         grid,
         block,
@@ -144,7 +153,8 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
             "kMinBlocks": most,
             "kSteps": s.steps,
             "kParts": parts,
-            "kRing": s.ring,
+            "kBulk": int(s.way == "block"),
+            "kMany": int(s.way == "many"),
             "kEarly": s.early,
             "kReadAlign": b.aligned["qkv"],
             "kWriteAlign": min(written),

@@ -27,6 +27,7 @@ struct HeadLanes {
   static constexpr int lanes = slots > 16 ? 32 : slots > 8 ? 16 : slots > 4 ? 8 : slots > 2 ? 4 : slots > 1 ? 2 : 1;
   static constexpr int per_lane = (slots + lanes - 1) / lanes;
   static constexpr int heads_per_warp = 32 / lanes;
+  static constexpr bool full = slots == lanes * per_lane && single_chunks % 2 == 0 && per_lane * chunk == 8;
 
   // First element of chunk 0 or 1 of a slot; a chunk that would start at or behind kDim does not exist.
   static __device__ __forceinline__ int element(int slot, int which) {
@@ -95,7 +96,8 @@ __device__ __forceinline__ Pack<kDtype, kVec> load_aligned(const typename Elemen
   return result;
 }
 
-template <int kAlign, int kDtype, int kVec>
+// kOnce: with the hint that nobody reads it soon.
+template <int kAlign, int kDtype, int kVec, bool kOnce>
 __device__ __forceinline__ void store_aligned(typename Element<kDtype>::Type* to, const Pack<kDtype, kVec>& values) {
   constexpr int kFit = kAlign / static_cast<int>(sizeof *to) > 0 ? kAlign / static_cast<int>(sizeof *to) : 1;
   constexpr int kPart = kFit < kVec ? kFit : kVec;
@@ -103,7 +105,11 @@ __device__ __forceinline__ void store_aligned(typename Element<kDtype>::Type* to
   for (int first = 0; first < kVec; first += kPart) {
     Pack<kDtype, kPart> part;
     memcpy(part.words, reinterpret_cast<const char*>(values.words) + first * sizeof *to, sizeof part.words);
-    part.store(to + first);
+    if constexpr (kOnce) {
+      part.store_once(to + first);
+    } else {
+      part.store(to + first);
+    }
   }
 }
 

@@ -87,6 +87,7 @@ struct RotatedHeads {
   static constexpr bool normed = C::policy != kPolicyNone;
   static constexpr bool whole = heads % L::heads_per_warp == 0;  // every unit is full
   static constexpr int elements = L::heads_per_warp * C::dim;    // of a unit
+  static constexpr bool full = whole && L::full;                 // every lane has 16 elements of every unit
   static_assert(L::per_lane * sizeof(InPack) <= sizeof(uint4),
                 "a lane's part of a half head must fit its register slot");
 
@@ -103,19 +104,24 @@ struct RotatedHeads {
     return row + head(unit) * C::dim + L::element(slot(0), 0);
   }
 
-  // load_pack(address): a pack. Lanes without elements hold zeros.
+  // do_pack(k, which) for the packs of this lane that exist.
+  template <class Do>
+  static __device__ __forceinline__ void each_pack(int unit, Do do_pack) {
+    if (!whole && head(unit) >= heads) return;
+#pragma unroll
+    for (int k = 0; k < L::per_lane; ++k)
+#pragma unroll
+      for (int which = 0; which < 2; ++which)
+        if (L::exists(slot(k), which)) do_pack(k, which);
+  }
+  // load_pack(k, which): a pack. Lanes without elements hold zeros.
   template <class Load>
-  static __device__ __forceinline__ void raw_by(const typename RopeArgs<C>::In* first, int unit, uint4 (&raw)[2],
-                                                Load load_pack) {
-#pragma unroll
-    for (int k = 0; k < L::per_lane; ++k) {
-#pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        InPack pack = InPack::zeros();
-        if ((whole || head(unit) < heads) && L::exists(slot(k), which)) pack = load_pack(first + behind(k, which));
-        memcpy(reinterpret_cast<char*>(&raw[which]) + k * sizeof pack, &pack, sizeof pack);
-      }
-    }
+  static __device__ __forceinline__ void raw_by(int unit, uint4 (&raw)[2], Load load_pack) {
+    memset(raw, 0, sizeof raw);
+    each_pack(unit, [&](int k, int which) {
+      const InPack pack = load_pack(k, which);
+      memcpy(reinterpret_cast<char*>(&raw[which]) + k * sizeof pack, &pack, sizeof pack);
+    });
   }
 
   static constexpr int kAngles = C::interleaved ? L::chunk / 2 : L::chunk;
@@ -342,26 +348,29 @@ struct RotatedHeads {
   }
 
   // Where this lane's head of a unit goes: its first element's address, and its place in q_scale (dynamic q); and the
-  // way from there to the warp's next unit, `apart` units on.
+  // way from there to the next unit.
   struct Target {
     typename RopeArgs<C>::Store* to;
     float* scale;
-    long long step;
-    long long scale_step;
+    long long step, scale_step;
+    bool is_q, stored, scaled;
   };
-  static __device__ __forceinline__ Target target(const RopeArgs<C>& a, const Row& row, int token, int unit, int apart,
+  // `only_q`: of a unit that is not mixed, does it hold q?
+  static __device__ __forceinline__ Target target(const RopeArgs<C>& a, const Row& row, int token, int unit,
                                                   bool only_q) {
     const int h = head(unit);
-    const bool is_q = mixed ? h < C::q_heads : only_q;
     Target t;
-    t.to = (is_q ? a.at(a.q, a.q_strides, 0, token, h) : a.key_of(row, token, h - C::q_heads)) + L::element(slot(0), 0);
-    t.scale = a.q_scale;
+    t.is_q = mixed ? h < C::q_heads : only_q;
+    t.stored = t.is_q || C::has_out_k || row.stored;
+    t.to = (t.is_q ? a.at(a.q, a.q_strides, 0, token, h) : a.key_of(row, token, h - C::q_heads)) + L::element(slot(0), 0);
+    t.step = L::heads_per_warp * (only_q ? a.q_strides.head : C::has_out_k ? a.out_k_strides.head : a.key.head);
     if constexpr (C::dynamic_q) {
-      t.scale += C::padded_scale ? (static_cast<long long>(row.request) * C::q_heads + h) * a.padded_q_len + row.place
-                                 : static_cast<long long>(token) * C::q_heads + h;
+      t.scale = a.q_scale + (C::padded_scale ? (static_cast<long long>(row.request) * C::q_heads + h) * a.padded_q_len + row.place
+                                             : static_cast<long long>(token) * C::q_heads + h);
+      t.scale_step = static_cast<long long>(L::heads_per_warp) * (C::padded_scale ? a.padded_q_len : 1);
+      t.scaled = t.is_q && lane_index() % L::lanes == 0 &&
+                 (!C::padded_scale || (row.request >= 0 && row.place < a.padded_q_len));
     }
-    t.step = apart * L::heads_per_warp * (only_q ? a.q_strides.head : C::has_out_k ? a.out_k_strides.head : a.key.head);
-    t.scale_step = static_cast<long long>(apart) * L::heads_per_warp * (C::padded_scale ? a.padded_q_len : 1);
     return t;
   }
   static __device__ __forceinline__ void advance(Target& t) {
@@ -369,11 +378,16 @@ struct RotatedHeads {
     if constexpr (C::dynamic_q) t.scale += t.scale_step;
   }
 
-  // A row that is padding or bad gives zeros to every output and nothing to the caches. `only_q`: of a unit that is not
-  // mixed, does it hold q?
-  static __device__ __forceinline__ void finish(const RopeArgs<C>& a, const Row& row, int unit, bool only_q,
-                                                const Target& target, const uint4 (&raw)[2], const Turn& t,
-                                                const Scales& scales) {
+  // A row that is not live (padding or bad) gives zeros to every output and nothing to the caches.
+  static __device__ __forceinline__ void finish(const RopeArgs<C>& a, bool live, int unit, const Target& target,
+                                                const uint4 (&raw)[2], const Turn& t, const Scales& scales) {
+    if (!live) {
+      if constexpr (C::dynamic_q) {
+        if (target.scaled) *target.scale = 0.0f;
+      }
+      store(unit, target, [](int, int) { return StorePack::zeros(); });
+      return;
+    }
     float x[L::per_lane][2][L::chunk];
 #pragma unroll
     for (int k = 0; k < L::per_lane; ++k)
@@ -384,22 +398,18 @@ struct RotatedHeads {
         unpack<C::qkv_dtype>(pack, x[k][which]);
       }
     const float gain = turn(a, t, x);
-    const int h = head(unit);
-    const bool is_q = mixed ? h < C::q_heads : only_q;
-    const float scale = finish_values(a, is_q, scales, gain, x);
+    const float scale = finish_values(a, target.is_q, scales, gain, x);
     if constexpr (C::dynamic_q) {
-      const bool has_place = !C::padded_scale || (row.request >= 0 && row.place < a.padded_q_len);
-      if (is_q && has_place && lane_index() % L::lanes == 0) *target.scale = row.live ? scale : 0.0f;
+      if (target.scaled) *target.scale = scale;
     }
-    if (!whole && h >= heads) return;
-    if (!is_q && !C::has_out_k && !row.stored) return;
-#pragma unroll
-    for (int k = 0; k < L::per_lane; ++k)
-#pragma unroll
-      for (int which = 0; which < 2; ++which)
-        if (L::exists(slot(k), which))
-          store_aligned<C::write_align, C::store_dtype, L::chunk>(
-              target.to + behind(k, which), row.live ? StorePack::from_floats(x[k][which]) : StorePack::zeros());
+    store(unit, target, [&](int k, int which) { return StorePack::from_floats(x[k][which]); });
+  }
+  template <class Values>
+  static __device__ __forceinline__ void store(int unit, const Target& target, Values values) {
+    if (!target.stored) return;
+    each_pack(unit, [&](int k, int which) {
+      store_aligned<C::write_align, C::store_dtype, L::chunk, C::many>(target.to + behind(k, which), values(k, which));
+    });
   }
 };
 

@@ -21,12 +21,16 @@ struct Values {
                                                                              int unit) {
     return row + (C::q_heads + C::kv_heads) * C::dim + chunk(unit, 0) * 8;
   }
-  template <class Load>
-  static __device__ __forceinline__ void raw_by(const typename RopeArgs<C>::In* first, int unit, uint4 (&raw)[2],
-                                                Load load_pack) {
+  // do_pack(k) for the packs of this lane that exist.
+  template <class Do>
+  static __device__ __forceinline__ void each_pack(int unit, Do do_pack) {
 #pragma unroll
     for (int k = 0; k < 2; ++k)
-      if (whole || chunk(unit, k) < chunks) raw[k] = load_pack(first + k * 256).words[0];
+      if (whole || chunk(unit, k) < chunks) do_pack(k);
+  }
+  template <class Load>
+  static __device__ __forceinline__ void raw_by(int unit, uint4 (&raw)[2], Load load_pack) {
+    each_pack(unit, [&](int k) { raw[k] = load_pack(k).words[0]; });
   }
 
   static __device__ __forceinline__ StorePack stored(const RopeArgs<C>& a, const InPack& pack, float inverse) {
@@ -44,15 +48,14 @@ struct Values {
   static __device__ __forceinline__ void finish(const RopeArgs<C>& a, const Row& row, int token, int unit,
                                                 const uint4 (&raw)[2], const Scales& scales) {
     if (!(C::has_out_v || row.stored)) return;
-#pragma unroll 1  // one body: fewer registers, less to compile
-    for (int k = 0; k < 2; ++k) {
-      const InPack pack{{k == 0 ? raw[0] : raw[1]}};
+    auto* first = a.value_of(row, token, 0);
+    const long long head = C::has_out_v ? a.out_v_strides.head : a.value.head;
+    each_pack(unit, [&](int k) {
       const int element = chunk(unit, k) * 8;
-      if (whole || chunk(unit, k) < chunks)
-        store_aligned<C::write_align, C::store_dtype, 8>(
-            a.value_of(row, token, element / C::v_dim) + element % C::v_dim,
-            row.live ? stored(a, pack, scales.v) : StorePack::zeros());
-    }
+      store_aligned<C::write_align, C::store_dtype, 8, C::many>(
+          first + element / C::v_dim * head + element % C::v_dim,
+          row.live ? stored(a, InPack{{raw[k]}}, scales.v) : StorePack::zeros());
+    });
   }
 };
 
