@@ -127,7 +127,7 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
         grid, block = (max(tokens, 1), 1, 1), (threads, 1, 1)
         how = "a row a block, by bulk copies"
     elif s.way == "many":
-        smem = s.block * 2 * s.steps * 1024
+        smem = s.block * 2 * (s.steps * 1024 + ceil_div(4 * a["rotary_dim"], 16) * 16)
         threads = 32 * s.block
         most = warps // s.block
         grid, block = (max(ceil_div(ceil_div(tokens, s.rows) * parts, s.block), 1), 1, 1), (threads, 1, 1)

@@ -21,21 +21,6 @@ struct RowStage {
                 "the host must take another kernel for rows that bulk copies cannot move");
 };
 
-// Row, without its default values: shared memory starts undefined.
-struct SharedRow {
-  int request, place, position, page, slot, flags;
-
-  __device__ __forceinline__ void put(const Row& row) {
-    request = row.request;
-    place = row.place;
-    position = row.position;
-    page = row.page;
-    slot = row.slot;
-    flags = row.flags();
-  }
-  __device__ __forceinline__ Row get() const { return {request, place, position, page, slot, flags}; }
-};
-
 // The loading warp. Before the previous grid has ended it asks for the row in L2 and, with kEarlyGuess, for what the
 // metadata point to as they are then.
 template <class C>

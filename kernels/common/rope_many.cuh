@@ -12,19 +12,24 @@
 
 namespace hccupy {
 
-// This lane's part of a warp's units of two rows, in shared memory.
+// A warp's units of two rows and their angles, in shared memory.
 template <class C>
 struct TwoRows {
   using Rotated = RotatedHeads<C>;
   using V = Values<C>;
   using In = typename RopeArgs<C>::In;
-  static constexpr int row_bytes = C::steps * 1024;
+  static constexpr int angle_bytes = 2 * C::Lanes::half * static_cast<int>(sizeof(float));
+  static constexpr int row_bytes = C::steps * 1024 + (angle_bytes + 15) / 16 * 16;
   static constexpr int bytes = 2 * row_bytes;
 
-  char* mine;
+  char* rows;
 
-  __device__ __forceinline__ explicit TwoRows(int warp)
-      : mine(reinterpret_cast<char*>(shared_bytes) + warp * bytes + lane_index() * 16) {}
+  __device__ __forceinline__ explicit TwoRows(int warp) : rows(reinterpret_cast<char*>(shared_bytes) + warp * bytes) {}
+
+  __device__ __forceinline__ const char* mine(int which_row) const {
+    return rows + which_row * row_bytes + lane_index() * 16;
+  }
+  __device__ __forceinline__ char* angles(int which_row) const { return rows + which_row * row_bytes + C::steps * 1024; }
 
   static __device__ __forceinline__ int place(int k, int which) {
     return which * 512 + k * static_cast<int>(sizeof(typename Rotated::InPack));
@@ -49,7 +54,7 @@ struct TwoRows {
     for (int step = 0; step < C::steps; ++step) {
       const int unit = share.first + step;
       if (unit >= share.end) break;
-      char* to = mine + which_row * row_bytes + step * 1024;
+      char* to = rows + which_row * row_bytes + lane_index() * 16 + step * 1024;
       if (unit < Rotated::units) {
         const In* first = Rotated::first_of(row, unit);
         Rotated::each_pack(unit, [&](int k, int which) {
@@ -60,6 +65,15 @@ struct TwoRows {
         V::each_pack(unit - Rotated::units, [&](int k) { copy<8>(to + k * 512, first + k * 256); });
       }
     }
+  }
+  // All lanes must meet before they read them.
+  __device__ __forceinline__ void ask_angles(const RopeArgs<C>& a, const Row& row, int which_row) const {
+    constexpr int kPart = common_divisor(common_divisor(angle_bytes, C::table_align), 16);
+    if (!row.placed) return;
+    const char* from = reinterpret_cast<const char*>(a.cos_sin + static_cast<long long>(row.position) * (2 * C::Lanes::half));
+#pragma unroll
+    for (int byte = lane_index() * kPart; byte < angle_bytes; byte += 32 * kPart)
+      async_copy<kPart>(angles(which_row) + byte, from + byte);
   }
   static __device__ __forceinline__ void get(const char* from, int unit, uint4 (&raw)[2]) {
     if (Rotated::full && V::whole) {
@@ -92,38 +106,46 @@ __device__ __forceinline__ void many_rows(const RopeArgs<C>& a) {
   const Share<C> share(part);
   const TwoRows<C> stage(of_block);
   const auto* next = a.qkv + first_row * a.qkv_stride;
+  __shared__ SharedRow places[C::threads];  // of 32 rows a warp
+  SharedRow* place = places + of_block * 32;
 
   wait_for_previous_grid();
   if (rows > 0) stage.ask(share, next, 0);
-  async_commit();
   Scales scales = load_scales(a);
-  Row mine;  // lane n: row n of the warp
   if (lane_index() < rows) {
     const int token = first_row + lane_index();
-    mine = place_row<kPaged>(m, read_held<false>(m, find_request_alone(m.q_index, m.requests, token)), token);
+    Row mine = place_row<kPaged>(m, read_held<false>(m, find_request_alone(m.q_index, m.requests, token)), token);
     put_page<C::has_null>(m, read_page<false>(m, mine), mine);
+    place[lane_index()].put(mine);
   }
+  __syncwarp();
+  if (rows > 0) stage.ask_angles(a, place[0].get(), 0);
+  async_commit();
   if (!share.only_q) invert<C>(scales);
 #pragma unroll 1
   for (int i = 0; i < rows; ++i) {
     next += a.qkv_stride;
-    if (i + 1 < rows) stage.ask(share, next, (i + 1) % 2);
+    if (i + 1 < rows) {
+      stage.ask(share, next, (i + 1) % 2);
+      stage.ask_angles(a, place[i + 1].get(), (i + 1) % 2);
+    }
     async_commit();
-    const Row row = mine.of_lane(i);
+    const Row row = place[i].get();
     const int token = first_row + i;
     typename Rotated::Turn turn;
     typename Rotated::Target target;
     const auto prepare = [&](int unit) {
       typename Rotated::Angles angles;
       typename Rotated::Weights weights;
-      if (row.placed) Rotated::load_angles(Rotated::first_angle(a, row.position), angles);
+      Rotated::angles_of(reinterpret_cast<const float*>(stage.angles(i % 2)), angles);
       share.load_weights(a, unit, weights);
       Rotated::prepare(a, angles, weights, turn);
       target = Rotated::target(a, row, token, unit, share.only_q);
     };
-    if (!Rotated::mixed && share.first < Rotated::units) prepare(share.first);
-    const char* at = stage.mine + i % 2 * TwoRows<C>::row_bytes;
+    const char* at = stage.mine(i % 2);
     async_wait<1>();
+    __syncwarp();
+    if (!Rotated::mixed && share.first < Rotated::units) prepare(share.first);
 #pragma unroll 1
     for (int unit = share.first; unit < share.end; ++unit, at += 1024) {
       uint4 raw[2];
@@ -136,6 +158,7 @@ __device__ __forceinline__ void many_rows(const RopeArgs<C>& a) {
         Values<C>::finish(a, row, token, unit - Rotated::units, raw, scales);
       }
     }
+    __syncwarp();  // the angles have been read
     if constexpr (Tail<C>::exists) {
       const Tail<C> tail(a, row);
       if (tail.behind > 0) {

@@ -171,6 +171,21 @@ struct Row {
   }
 };
 
+// Row, without its default values: shared memory starts undefined.
+struct SharedRow {
+  int request, place, position, page, slot, flags;
+
+  __device__ __forceinline__ void put(const Row& row) {
+    request = row.request;
+    place = row.place;
+    position = row.position;
+    page = row.page;
+    slot = row.slot;
+    flags = row.flags();
+  }
+  __device__ __forceinline__ Row get() const { return {request, place, position, page, slot, flags}; }
+};
+
 // All but the page. kPaged: there is one.
 template <bool kPaged>
 __device__ __forceinline__ Row place_row(const Metadata& m, const Held& h, int token) {

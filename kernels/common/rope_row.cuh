@@ -261,23 +261,35 @@ struct RotatedHeads {
     }
   }
 
-  // 1 / sqrt(mean of squares + eps) of each head, in all its lanes, times 1 / kDown.
-  static __device__ __forceinline__ float gain_of(const RopeArgs<C>& a, const float (&x)[L::per_lane][2][L::chunk]) {
-    float sum[2] = {0.0f, 0.0f};  // two chains, to wait less
+  // A lane's part of the sum of squares, and of the largest magnitude, of its head: two chains each, to wait less.
+  static __device__ __forceinline__ float squares(const float (&x)[L::per_lane][2][L::chunk]) {
+    float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
       for (int which = 0; which < 2; ++which)
 #pragma unroll
         for (int i = 0; i < L::chunk; ++i) sum[which] = fmaf(x[k][which][i], x[k][which][i], sum[which]);
-    return inverse_rms_of_head<C::dim>(warp_sum<L::lanes>(sum[0] + sum[1]), a.norm_eps) * (1.0f / kDown);
+    return sum[0] + sum[1];
+  }
+  static __device__ __forceinline__ float largest(const float (&x)[L::per_lane][2][L::chunk]) {
+    float most[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < L::per_lane; ++k)
+#pragma unroll
+      for (int which = 0; which < 2; ++which)
+#pragma unroll
+        for (int i = 0; i < L::chunk; ++i) most[which] = fmaxf(most[which], fabsf(x[k][which][i]));
+    return fmaxf(most[0], most[1]);
   }
 
-  // x of a head, turned and weighted; what remains to multiply it by comes back.
+  // x of a head, turned and weighted. What remains to multiply it by comes back; and, if asked for, the largest
+  // magnitude before that (the same shuffles' wait serves both).
+  template <bool kLargest>
   static __device__ __forceinline__ float turn(const RopeArgs<C>& a, const Turn& t,
-                                               float (&x)[L::per_lane][2][L::chunk]) {
-    float gain = 1.0f;
-    if constexpr (C::policy == kNormThenRope) gain = gain_of(a, x);
+                                               float (&x)[L::per_lane][2][L::chunk], float& most) {
+    float sum = 0.0f;
+    if constexpr (C::policy == kNormThenRope) sum = squares(x);
 #pragma unroll
     for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
@@ -296,7 +308,7 @@ struct RotatedHeads {
         }
       }
     if constexpr (C::policy == kRopeThenNorm) {
-      gain = gain_of(a, x);
+      sum = squares(x);
 #pragma unroll
       for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
@@ -305,46 +317,44 @@ struct RotatedHeads {
           second(x[k], j) *= t.d[k][j];
         }
     }
-    return gain;
+    if constexpr (kLargest) most = largest(x);
+#pragma unroll
+    for (int offset = L::lanes / 2; offset > 0; offset /= 2) {
+      if constexpr (normed) sum += __shfl_xor_sync(kFullMask, sum, offset);
+      if constexpr (kLargest) most = fmaxf(most, __shfl_xor_sync(kFullMask, most, offset));
+    }
+    return normed ? inverse_rms_of_head<C::dim>(sum, a.norm_eps) * (1.0f / kDown) : 1.0f;
   }
 
-  // Multiplies x of one head by its gain and, for fp8, quantises it; returns what it can be multiplied back with
-  // (dynamic q).
-  static __device__ __forceinline__ float finish_values(const RopeArgs<C>& a, bool is_q, const Scales& scales,
-                                                        float gain, float (&x)[L::per_lane][2][L::chunk]) {
-    float scale = 0.0f;
-    float factor = C::fp8 ? gain * (is_q ? scales.q : scales.k) : gain;
-    float zero = -0.0f;                     // leaves every product as it is
+  // What x, turned and weighted, is multiplied by, and what is added to it first (fp8: see quantised).
+  struct Factor {
+    float by;
+    float zero = -0.0f;   // leaves every product as it is
+    float scale = 0.0f;  // what q can be multiplied back with (dynamic q)
+  };
+  static __device__ __forceinline__ Factor dynamic_factor(const RopeArgs<C>& a, float gain, float most) {
+    Factor f;
+    // A gain of NaN, or of 0 beside an infinity, leaves nothing but NaN and zeros.
+    const float absmax = fminf(fmaxf(most * gain, 0.0f), kLargestFloat);
+    const float at_least = fmaxf(absmax, kSmallestAbsmax);
+    f.scale = C::bounded ? at_least / a.upper_max : divided_by<448>(at_least);
+    f.by = gain * (C::bounded ? 1.0f / f.scale : reciprocal(f.scale));
+    f.zero = absmax == 0.0f ? 0.0f : -0.0f;  // an all-zero head has no negative zeros
+    return f;
+  }
+  static __device__ __forceinline__ Factor turn_all(const RopeArgs<C>& a, bool is_q, const Scales& scales, const Turn& t,
+                                                    float (&x)[L::per_lane][2][L::chunk]) {
+    Factor f;
+    float most = 0.0f;
     if (C::dynamic_q && (mixed || is_q)) {  // not mixed: the same in all lanes
-      float largest[2] = {0.0f, 0.0f};
-#pragma unroll
-      for (int k = 0; k < L::per_lane; ++k)
-#pragma unroll
-        for (int which = 0; which < 2; ++which)
-#pragma unroll
-          for (int i = 0; i < L::chunk; ++i) largest[which] = fmaxf(largest[which], fabsf(x[k][which][i]));
-      // A gain of NaN, or of 0 beside an infinity, leaves nothing but NaN and zeros.
-      const float scaled = fmaxf(warp_max<L::lanes>(fmaxf(largest[0], largest[1])) * gain, 0.0f);
-      const float absmax = fminf(scaled, kLargestFloat);
-      const float at_least = fmaxf(absmax, kSmallestAbsmax);
-      scale = C::bounded ? at_least / a.upper_max : divided_by<448>(at_least);
-      if (is_q) {
-        factor = gain * (C::bounded ? 1.0f / scale : reciprocal(scale));
-        zero = absmax == 0.0f ? 0.0f : -0.0f;  // an all-zero head has no negative zeros
-      }
+      const float gain = turn<true>(a, t, x, most);
+      f = dynamic_factor(a, gain, most);
+      if (mixed && !is_q) f = {gain * scales.k};
+    } else {
+      const float gain = turn<false>(a, t, x, most);
+      f.by = C::fp8 ? gain * (is_q ? scales.q : scales.k) : gain;
     }
-    if constexpr (C::fp8 || normed) {
-#pragma unroll
-      for (int k = 0; k < L::per_lane; ++k)
-#pragma unroll
-        for (int which = 0; which < 2; ++which)
-#pragma unroll
-          for (int i = 0; i < L::chunk; ++i) {
-            float& value = x[k][which][i];
-            value = C::fp8 ? quantised<C::bounded>(value, factor, zero, a.upper_max) : value * factor;
-          }
-    }
-    return scale;
+    return f;
   }
 
   // Where this lane's head of a unit goes: its first element's address, and its place in q_scale (dynamic q); and the
@@ -397,10 +407,20 @@ struct RotatedHeads {
         memcpy(&pack, reinterpret_cast<const char*>(&raw[which]) + k * sizeof pack, sizeof pack);
         unpack<C::qkv_dtype>(pack, x[k][which]);
       }
-    const float gain = turn(a, t, x);
-    const float scale = finish_values(a, target.is_q, scales, gain, x);
+    const Factor factor = turn_all(a, target.is_q, scales, t, x);
     if constexpr (C::dynamic_q) {
-      if (target.scaled) *target.scale = scale;
+      if (target.scaled) *target.scale = factor.scale;
+    }
+    if constexpr (C::fp8 || normed) {
+#pragma unroll
+      for (int k = 0; k < L::per_lane; ++k)
+#pragma unroll
+        for (int which = 0; which < 2; ++which)
+#pragma unroll
+          for (int i = 0; i < L::chunk; ++i) {
+            float& value = x[k][which][i];
+            value = C::fp8 ? quantised<C::bounded>(value, factor.by, factor.zero, a.upper_max) : value * factor.by;
+          }
     }
     store(unit, target, [&](int k, int which) { return StorePack::from_floats(x[k][which]); });
   }
