@@ -81,6 +81,19 @@ using Store = hccupy::Element<Config::store_dtype>::Type;
 using QWeight = hccupy::Element<kQNormWeightDtype>::Type;
 using KWeight = hccupy::Element<kKNormWeightDtype>::Type;
 
+__device__ __forceinline__ Store* stored(Cache* at) { return reinterpret_cast<Store*>(at); }
+
+// RopeArgs up to what only fp8 has, from the parameters that both entries have.
+#define ROPE_ARGS                                                                                               \
+  {seq_lens,  q_index,    block_table, block_table_stride_requests, tokens, requests, positions, num_blocks,    \
+   block_size, max_blocks, null_block},                                                                         \
+      qkv, qkv_stride_tokens, cos_sin, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset,              \
+      stored(key_cache), stored(value_cache),                                                                   \
+      {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},                    \
+      {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads}, q,           \
+      stored(out_k), stored(out_v), {0, q_stride_tokens, q_stride_q_heads},                                     \
+      {0, out_k_stride_tokens, out_k_stride_kv_heads}, {0, out_v_stride_tokens, out_v_stride_kv_heads}
+
 #if !kFp8  // one entry a binary: the defines of the other op are not there
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     rope_norm_store_kv(Cache* key_cache, Cache* value_cache, const In* qkv, const float* cos_sin, const int* seq_lens,
@@ -94,34 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                        long long out_v_stride_tokens, long long out_v_stride_kv_heads, float norm_eps,
                        float norm_weight_offset, int null_block, int tokens, int requests, int positions,
                        int num_blocks, int block_size, int max_blocks) {
-  const hccupy::RopeArgs<Config> args{
-      {seq_lens, q_index, block_table, block_table_stride_requests, tokens, requests, positions, num_blocks, block_size,
-       max_blocks, null_block},
-      qkv,
-      qkv_stride_tokens,
-      cos_sin,
-      q_norm_weight,
-      k_norm_weight,
-      norm_eps,
-      norm_weight_offset,
-      key_cache,
-      value_cache,
-      {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},
-      {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads},
-      q,
-      out_k,
-      out_v,
-      {0, q_stride_tokens, q_stride_q_heads},
-      {0, out_k_stride_tokens, out_k_stride_kv_heads},
-      {0, out_v_stride_tokens, out_v_stride_kv_heads},
-      nullptr,
-      nullptr,
-      nullptr,
-      nullptr,
-      nullptr,
-      0.0f,
-      0};
-  run(args);
+  run({ROPE_ARGS});
 }
 #else
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) rope_norm_store_kv_fp8(
@@ -135,34 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) rope_norm_sto
     long long out_k_stride_tokens, long long out_k_stride_kv_heads, long long out_v_stride_tokens,
     long long out_v_stride_kv_heads, float norm_eps, float norm_weight_offset, int null_block, float upper_max,
     int max_q_len, int tokens, int requests, int positions, int num_blocks, int block_size, int max_blocks) {
-  auto bytes = [](Cache* at) { return reinterpret_cast<Store*>(at); };
-  const hccupy::RopeArgs<Config> args{
-      {seq_lens, q_index, block_table, block_table_stride_requests, tokens, requests, positions, num_blocks, block_size,
-       max_blocks, null_block},
-      qkv,
-      qkv_stride_tokens,
-      cos_sin,
-      q_norm_weight,
-      k_norm_weight,
-      norm_eps,
-      norm_weight_offset,
-      bytes(key_cache),
-      bytes(value_cache),
-      {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},
-      {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads},
-      q,
-      bytes(out_k),
-      bytes(out_v),
-      {0, q_stride_tokens, q_stride_q_heads},
-      {0, out_k_stride_tokens, out_k_stride_kv_heads},
-      {0, out_v_stride_tokens, out_v_stride_kv_heads},
-      k_scale,
-      v_scale,
-      q_scale_inv,
-      q_scale,
-      split_k_flag,
-      kHasUpperMax ? upper_max : 448.0f,
-      (max_q_len + 127) / 128 * 128};
-  run(args);
+  run({ROPE_ARGS, k_scale, v_scale, q_scale_inv, q_scale, split_k_flag, kHasUpperMax ? upper_max : 448.0f,
+       (max_q_len + 127) / 128 * 128});
 }
 #endif

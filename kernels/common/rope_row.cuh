@@ -39,11 +39,12 @@ struct RopeArgs {
   Strides key, value;
   Store *q, *out_k, *out_v;
   Strides q_strides, out_k_strides, out_v_strides;  // slot: of the tokens
-  const float *k_scale, *v_scale, *q_scale_inv;
-  float* q_scale;
-  int* split_k_flag;
-  float upper_max;
-  int padded_q_len;  // 0: q_scale is [tokens, q_heads]
+  // fp8 only:
+  const float *k_scale = nullptr, *v_scale = nullptr, *q_scale_inv = nullptr;
+  float* q_scale = nullptr;
+  int* split_k_flag = nullptr;
+  float upper_max = 0.0f;
+  int padded_q_len = 0;  // 0: q_scale is [tokens, q_heads]
 
   __device__ __forceinline__ Store* at(Store* base, const Strides& s, long long block, long long slot, int head) const {
     return base + block * s.block + slot * s.slot + head * s.head;

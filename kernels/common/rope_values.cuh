@@ -51,7 +51,7 @@ struct Values {
     auto* first = a.value_of(row, token, 0);
     const long long head = C::has_out_v ? a.out_v_strides.head : a.value.head;
     each_pack(unit, [&](int k) {
-      const int element = chunk(unit, k) * 8;
+      const unsigned int element = chunk(unit, k) * 8;  // unsigned: divided by a shift
       store_aligned<C::write_align, C::store_dtype, 8, C::many>(
           first + element / C::v_dim * head + element % C::v_dim,
           row.live ? stored(a, InPack{{raw[k]}}, scales.v) : StorePack::zeros());
