@@ -52,7 +52,7 @@ struct Config {
   static constexpr bool tail_zero = kTail == 0;
   static constexpr bool has_null = kHasNullBlock, has_out_k = kHasOutK, has_out_v = kHasOutV;
   static constexpr int steps = kSteps, parts = kParts, early = kEarly, threads = kThreads;
-  static constexpr bool many = kMany, bulk = kBulk;
+  static constexpr bool many = kMany, bulk = kBulk, together = kTogether;
   static constexpr int read_align = kReadAlign, write_align = kWriteAlign, table_align = kTableAlign,
                        weight_align = kWeightAlign;
   using Lanes = hccupy::HeadLanes<kHeadDim, kRotaryDim, interleaved>;

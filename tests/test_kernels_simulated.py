@@ -117,6 +117,7 @@ SHAPES = {
     "row-a-block": (3, 18, 3, "block"),
     "many": (4, 20, 4, "many", 1, 4),
     "many-2": (1, 20, 4, "many", 2, 3),
+    "narrow": (3, 20, 4, "narrow", 1, 8),
 }
 
 

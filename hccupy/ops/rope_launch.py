@@ -24,12 +24,17 @@ def _heads_per_warp(b: Bound) -> int:
     return max(32 // (1 << (slots - 1).bit_length()), 1)
 
 
-def _units(b: Bound) -> tuple[int, int]:
-    """Units of a row, 1 KB each (kernels/common/rope_row.cuh): (those that hold only q, the others)."""
+def _units(b: Bound, together: bool = False) -> tuple[int, int]:
+    """Units of a row, 1 KB each (kernels/common/rope_row.cuh): (those that hold only q, the others).
+
+    together: a unit has one head of as many rows as it has heads otherwise.
+    """
     a = b.axes
-    heads = _heads_per_warp(b)
+    heads, values = _heads_per_warp(b), 512
+    if together:
+        heads, values = 1, 512 // heads
     only_q = a["q_heads"] // heads
-    return only_q, ceil_div(a["q_heads"] + a["kv_heads"], heads) - only_q + ceil_div(a["kv_heads"] * a["v_head_dim"], 512)
+    return only_q, ceil_div(a["q_heads"] + a["kv_heads"], heads) - only_q + ceil_div(a["kv_heads"] * a["v_head_dim"], values)
 
 
 def _stage_bytes(b: Bound) -> int:
@@ -48,7 +53,8 @@ def _blocks(units: int, arch: Arch) -> tuple[tuple[int, int, int], tuple[int, in
 class Shape(NamedTuple):
     """How the warps share the work. steps: units a warp; warps: a multiprocessor; block: warps of one (0: by their number).
 
-    way: "few" rows, each by warps of their own; a row a "block", brought by a bulk copy; "many" rows, `rows` of them a warp.
+    way: "few" rows, each by warps of their own; a row a "block", brought by a bulk copy; "many" rows, `rows` of them a warp,
+    or "narrow" ones, some together in each unit.
     """
 
     steps: int
@@ -99,9 +105,9 @@ def _lean(b: Bound) -> bool:
     return dim in (128, 256) and b.axes["rotary_dim"] == dim and b.axes["q_heads"] % _heads_per_warp(b) == 0 and b.scalars.get("upper_max") is None
 
 
-def _parts(b: Bound, steps: int) -> int:
+def _parts(b: Bound, s: Shape) -> int:
     """Warps that compute a row: some for q alone, some for k and v (Share of kernels/common/rope_units.cuh)."""
-    return sum(ceil_div(n, steps) for n in _units(b))
+    return sum(ceil_div(n, s.steps) for n in _units(b, s.way == "narrow"))
 
 
 def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
@@ -110,9 +116,9 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
     tokens, requests = a["tokens"], a["requests"]
     fp8 = b.op.endswith("_fp8")
     s = shape or shape_of(b, arch)
-    while s.way == "block" and _parts(b, s.steps) >= MOST_WARPS:  # 160 heads or more
+    while s.way == "block" and _parts(b, s) >= MOST_WARPS:  # 160 heads or more
         s = s._replace(steps=s.steps + 1)
-    parts = _parts(b, s.steps)
+    parts = _parts(b, s)
     more = 0
     if fp8:
         more += ceil_div(requests * a["kv_heads"], FLAGS_PER_WARP)
@@ -126,8 +132,8 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
         most = max(min(32 * warps // threads, arch.smem // (smem + 1024)), 1)
         grid, block = (max(tokens, 1), 1, 1), (threads, 1, 1)
         how = "a row a block, by bulk copies"
-    elif s.way == "many":
-        smem = s.block * 2 * (s.steps * 1024 + ceil_div(4 * a["rotary_dim"], 16) * 16)
+    elif s.way in ("many", "narrow"):
+        smem = s.block * 2 * (s.steps * 1024 + (ceil_div(4 * a["rotary_dim"], 16) * 16 if s.way == "many" else 0))
         threads = 32 * s.block
         most = warps // s.block
         grid, block = (max(ceil_div(ceil_div(tokens, s.rows) * parts, s.block), 1), 1, 1), (threads, 1, 1)
@@ -154,7 +160,8 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
             "kSteps": s.steps,
             "kParts": parts,
             "kBulk": int(s.way == "block"),
-            "kMany": int(s.way == "many"),
+            "kMany": int(s.way in ("many", "narrow")),
+            "kTogether": int(s.way == "narrow"),
             "kEarly": s.early,
             "kReadAlign": b.aligned["qkv"],
             "kWriteAlign": min(written),

@@ -96,8 +96,7 @@ __device__ __forceinline__ Pack<kDtype, kVec> load_aligned(const typename Elemen
   return result;
 }
 
-// kOnce: with the hint that nobody reads it soon.
-template <int kAlign, int kDtype, int kVec, bool kOnce>
+template <int kAlign, int kDtype, int kVec>
 __device__ __forceinline__ void store_aligned(typename Element<kDtype>::Type* to, const Pack<kDtype, kVec>& values) {
   constexpr int kFit = kAlign / static_cast<int>(sizeof *to) > 0 ? kAlign / static_cast<int>(sizeof *to) : 1;
   constexpr int kPart = kFit < kVec ? kFit : kVec;
@@ -105,11 +104,7 @@ __device__ __forceinline__ void store_aligned(typename Element<kDtype>::Type* to
   for (int first = 0; first < kVec; first += kPart) {
     Pack<kDtype, kPart> part;
     memcpy(part.words, reinterpret_cast<const char*>(values.words) + first * sizeof *to, sizeof part.words);
-    if constexpr (kOnce) {
-      part.store_once(to + first);
-    } else {
-      part.store(to + first);
-    }
+    part.store(to + first);
   }
 }
 

@@ -19,7 +19,7 @@ struct TwoRows {
   using V = Values<C>;
   using In = typename RopeArgs<C>::In;
   static constexpr int angle_bytes = 2 * C::Lanes::half * static_cast<int>(sizeof(float));
-  static constexpr int row_bytes = C::steps * 1024 + (angle_bytes + 15) / 16 * 16;
+  static constexpr int row_bytes = C::steps * 1024 + (C::together ? 0 : (angle_bytes + 15) / 16 * 16);
   static constexpr int bytes = 2 * row_bytes;
 
   char* rows;
@@ -62,7 +62,7 @@ struct TwoRows {
         });
       } else {
         const In* first = V::first_of(row, unit - Rotated::units);
-        V::each_pack(unit - Rotated::units, [&](int k) { copy<8>(to + k * 512, first + k * 256); });
+        V::each_pack(unit - Rotated::units, [&](int k) { copy<8>(to + k * 512, first + k * V::apart); });
       }
     }
   }
@@ -88,29 +88,48 @@ struct TwoRows {
 };
 
 template <class C>
+__device__ __forceinline__ void look_after_tail(const RopeArgs<C>& a, const Row& row, int part) {
+  if constexpr (Tail<C>::exists) {
+    const Tail<C> tail(a, row);
+    if (tail.behind <= 0) return;
+    const bool fresh = tail.fresh();  // then all warps of the row share the slots
+    if (fresh || (part == C::parts - 1 && __any_sync(kFullMask, tail.look() != 0)))
+      tail.clear(fresh ? part : 0, fresh ? C::parts : 1);
+  }
+}
+
+template <class C>
 __device__ __forceinline__ void many_rows(const RopeArgs<C>& a) {
   using Rotated = RotatedHeads<C>;
   static_assert(C::parts == Share<C>::warps, "the host must count the warps of a row likewise");
   constexpr bool kPaged = !(C::has_out_k && C::has_out_v);
+  constexpr int kRowsATurn = C::together ? C::Lanes::heads_per_warp : 1;
   const Metadata& m = a.metadata;
   const int block_warps = static_cast<int>(blockDim.x) / 32;
   const int of_block = warp_uniform(static_cast<int>(threadIdx.x) / 32);
   const int warp = static_cast<int>(blockIdx.x) * block_warps + of_block;
   const int warps = static_cast<int>(gridDim.x) * block_warps;
   const int groups = warps / C::parts;
-  const int each = (m.tokens + groups - 1) / groups;
+  const int each = ((m.tokens + groups - 1) / groups + kRowsATurn - 1) / kRowsATurn * kRowsATurn;
   const int group = warp / C::parts;
   const int part = warp % C::parts;
+  const long long left = group < groups ? m.tokens - static_cast<long long>(group) * each : 0;
+  const int rows = left < each ? static_cast<int>(left) : each;
   const int first_row = group * each;
-  const int rows = group < groups ? (each < m.tokens - first_row ? each : m.tokens - first_row) : 0;
   const Share<C> share(part);
   const TwoRows<C> stage(of_block);
-  const auto* next = a.qkv + first_row * a.qkv_stride;
   __shared__ SharedRow places[C::threads];  // of 32 rows a warp
   SharedRow* place = places + of_block * 32;
+  // This lane's row of turn i; the last again where there is none.
+  const int member = C::together ? lane_index() / C::Lanes::lanes : 0;
+  const auto number = [&](int i) {
+    const int n = i * kRowsATurn + member;
+    return n < rows ? n : rows - 1;
+  };
+  const auto ask = [&](int i) { stage.ask(share, a.qkv + (first_row + number(i)) * a.qkv_stride, i % 2); };
 
   wait_for_previous_grid();
-  if (rows > 0) stage.ask(share, next, 0);
+  if (rows > 0) ask(0);
   Scales scales = load_scales(a);
   if (lane_index() < rows) {
     const int token = first_row + lane_index();
@@ -119,25 +138,28 @@ __device__ __forceinline__ void many_rows(const RopeArgs<C>& a) {
     place[lane_index()].put(mine);
   }
   __syncwarp();
-  if (rows > 0) stage.ask_angles(a, place[0].get(), 0);
+  if (!C::together && rows > 0) stage.ask_angles(a, place[0].get(), 0);
   async_commit();
   if (!share.only_q) invert<C>(scales);
 #pragma unroll 1
-  for (int i = 0; i < rows; ++i) {
-    next += a.qkv_stride;
-    if (i + 1 < rows) {
-      stage.ask(share, next, (i + 1) % 2);
-      stage.ask_angles(a, place[i + 1].get(), (i + 1) % 2);
+  for (int i = 0; i * kRowsATurn < rows; ++i) {
+    if ((i + 1) * kRowsATurn < rows) {
+      ask(i + 1);
+      if (!C::together) stage.ask_angles(a, place[i + 1].get(), (i + 1) % 2);
     }
     async_commit();
-    const Row row = place[i].get();
-    const int token = first_row + i;
+    const Row row = place[number(i)].get();
+    const int token = i * kRowsATurn + member < rows ? first_row + number(i) : -1;
     typename Rotated::Turn turn;
     typename Rotated::Target target;
     const auto prepare = [&](int unit) {
       typename Rotated::Angles angles;
       typename Rotated::Weights weights;
-      Rotated::angles_of(reinterpret_cast<const float*>(stage.angles(i % 2)), angles);
+      if constexpr (C::together) {
+        if (row.placed) Rotated::load_angles(Rotated::first_angle(a, row.position), angles);
+      } else {
+        Rotated::angles_of(reinterpret_cast<const float*>(stage.angles(i % 2)), angles);
+      }
       share.load_weights(a, unit, weights);
       Rotated::prepare(a, angles, weights, turn);
       target = Rotated::target(a, row, token, unit, share.only_q);
@@ -159,13 +181,11 @@ __device__ __forceinline__ void many_rows(const RopeArgs<C>& a) {
       }
     }
     __syncwarp();  // the angles have been read
-    if constexpr (Tail<C>::exists) {
-      const Tail<C> tail(a, row);
-      if (tail.behind > 0) {
-        const bool fresh = tail.fresh();  // then all warps of the row share the slots
-        if (fresh || (part == C::parts - 1 && __any_sync(kFullMask, tail.look() != 0)))
-          tail.clear(fresh ? part : 0, fresh ? C::parts : 1);
-      }
+    if constexpr (C::together) {
+#pragma unroll 1
+      for (int n = i * kRowsATurn; n < (i + 1) * kRowsATurn && n < rows; ++n) look_after_tail(a, place[n].get(), part);
+    } else {
+      look_after_tail(a, row, part);
     }
   }
   if constexpr (C::fp8) {

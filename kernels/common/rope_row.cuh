@@ -75,25 +75,29 @@ __device__ __forceinline__ float quantised(float value, float inverse, float zer
 
 // ---- q and k ------------------------------------------------------------------------------------------------
 
-// A unit is C::Lanes::heads_per_warp heads: q heads first, then k heads.
+// A unit is C::Lanes::heads_per_warp heads: of one row, q heads first, then k heads; or, C::together, the same head of
+// so many rows.
 template <class C>
 struct RotatedHeads {
   using L = typename C::Lanes;
   using InPack = Pack<C::qkv_dtype, L::chunk>;
   using StorePack = Pack<C::store_dtype, L::chunk>;
   static constexpr int heads = C::q_heads + C::kv_heads;
-  static constexpr int units = (heads + L::heads_per_warp - 1) / L::heads_per_warp;
-  static constexpr int q_units = C::q_heads / L::heads_per_warp;      // those that hold nothing but q
-  static constexpr bool mixed = C::q_heads % L::heads_per_warp != 0;  // a unit has both
+  static constexpr int of_row = C::together ? 1 : L::heads_per_warp;  // heads of one row in a unit
+  static constexpr int units = (heads + of_row - 1) / of_row;
+  static constexpr int q_units = C::q_heads / of_row;      // those that hold nothing but q
+  static constexpr bool mixed = C::q_heads % of_row != 0;  // a unit has both
   static constexpr bool normed = C::policy != kPolicyNone;
-  static constexpr bool whole = heads % L::heads_per_warp == 0;  // every unit is full
-  static constexpr int elements = L::heads_per_warp * C::dim;    // of a unit
-  static constexpr bool full = whole && L::full;                 // every lane has 16 elements of every unit
+  static constexpr bool whole = heads % of_row == 0;  // every unit is full
+  static constexpr int elements = of_row * C::dim;    // of a unit and row
+  static constexpr bool full = whole && L::full;      // every lane has 16 elements of every unit
   static_assert(L::per_lane * sizeof(InPack) <= sizeof(uint4),
                 "a lane's part of a half head must fit its register slot");
 
   static __device__ __forceinline__ int slot(int k) { return lane_index() % L::lanes + k * L::lanes; }
-  static __device__ __forceinline__ int head(int unit) { return unit * L::heads_per_warp + lane_index() / L::lanes; }
+  static __device__ __forceinline__ int head(int unit) {
+    return C::together ? unit : unit * of_row + lane_index() / L::lanes;
+  }
 
   // Chunk `which` of slot k of this lane, in elements behind its first chunk.
   static __device__ __forceinline__ int behind(int k, int which) {
@@ -372,14 +376,14 @@ struct RotatedHeads {
     const int h = head(unit);
     Target t;
     t.is_q = mixed ? h < C::q_heads : only_q;
-    t.stored = t.is_q || C::has_out_k || row.stored;
+    t.stored = (!C::together || token >= 0) && (t.is_q || C::has_out_k || row.stored);
     t.to = (t.is_q ? a.at(a.q, a.q_strides, 0, token, h) : a.key_of(row, token, h - C::q_heads)) + L::element(slot(0), 0);
-    t.step = L::heads_per_warp * (only_q ? a.q_strides.head : C::has_out_k ? a.out_k_strides.head : a.key.head);
+    t.step = of_row * (only_q ? a.q_strides.head : C::has_out_k ? a.out_k_strides.head : a.key.head);
     if constexpr (C::dynamic_q) {
       t.scale = a.q_scale + (C::padded_scale ? (static_cast<long long>(row.request) * C::q_heads + h) * a.padded_q_len + row.place
                                              : static_cast<long long>(token) * C::q_heads + h);
-      t.scale_step = static_cast<long long>(L::heads_per_warp) * (C::padded_scale ? a.padded_q_len : 1);
-      t.scaled = t.is_q && lane_index() % L::lanes == 0 &&
+      t.scale_step = static_cast<long long>(of_row) * (C::padded_scale ? a.padded_q_len : 1);
+      t.scaled = t.is_q && t.stored && lane_index() % L::lanes == 0 &&
                  (!C::padded_scale || (row.request >= 0 && row.place < a.padded_q_len));
     }
     return t;
@@ -389,10 +393,11 @@ struct RotatedHeads {
     if constexpr (C::dynamic_q) t.scale += t.scale_step;
   }
 
-  // A row that is not live (padding or bad) gives zeros to every output and nothing to the caches.
+  // A row that is not live (padding or bad) gives zeros to every output and nothing to the caches. (Of several rows
+  // together some may be: all lanes go through the shuffles.)
   static __device__ __forceinline__ void finish(const RopeArgs<C>& a, bool live, int unit, const Target& target,
                                                 const uint4 (&raw)[2], const Turn& t, const Scales& scales) {
-    if (!live) {
+    if (!C::together && !live) {
       if constexpr (C::dynamic_q) {
         if (target.scaled) *target.scale = 0.0f;
       }
@@ -410,7 +415,7 @@ struct RotatedHeads {
       }
     const Factor factor = turn_all(a, target.is_q, scales, t, x);
     if constexpr (C::dynamic_q) {
-      if (target.scaled) *target.scale = factor.scale;
+      if (target.scaled) *target.scale = C::together && !live ? 0.0f : factor.scale;
     }
     if constexpr (C::fp8 || normed) {
 #pragma unroll
@@ -423,13 +428,15 @@ struct RotatedHeads {
             value = C::fp8 ? quantised<C::bounded>(value, factor.by, factor.zero, a.upper_max) : value * factor.by;
           }
     }
-    store(unit, target, [&](int k, int which) { return StorePack::from_floats(x[k][which]); });
+    store(unit, target, [&](int k, int which) {
+      return C::together && !live ? StorePack::zeros() : StorePack::from_floats(x[k][which]);
+    });
   }
   template <class Values>
   static __device__ __forceinline__ void store(int unit, const Target& target, Values values) {
     if (!target.stored) return;
     each_pack(unit, [&](int k, int which) {
-      store_aligned<C::write_align, C::store_dtype, L::chunk, C::many>(target.to + behind(k, which), values(k, which));
+      store_aligned<C::write_align, C::store_dtype, L::chunk>(target.to + behind(k, which), values(k, which));
     });
   }
 };

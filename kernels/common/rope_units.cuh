@@ -55,7 +55,7 @@ struct Share {
     if (unit < Rotated::units) {
       Rotated::raw_by(unit, raw, [&](int k, int which) { return rotated(from + Rotated::behind(k, which)); });
     } else {
-      V::raw_by(unit - Rotated::units, raw, [&](int k) { return value(from + k * 256); });
+      V::raw_by(unit - Rotated::units, raw, [&](int k) { return value(from + k * V::apart); });
     }
   }
   __device__ __forceinline__ void load(const typename RopeArgs<C>::In* from, int unit, uint4 (&raw)[2]) const {

@@ -5,17 +5,19 @@
 
 namespace hccupy {
 
-// A unit is two chunks of 8 elements a lane.
+// A unit is two chunks of 8 elements a lane, of a row or of several together.
 template <class C>
 struct Values {
+  static constexpr int lanes = C::together ? C::Lanes::lanes : 32;  // of a row
   static constexpr int chunks = C::kv_heads * C::v_dim / 8;
-  static constexpr int units = (chunks + 63) / 64;
-  static constexpr bool whole = chunks % 64 == 0;
-  static constexpr int elements = 512;  // of a unit
+  static constexpr int units = (chunks + 2 * lanes - 1) / (2 * lanes);
+  static constexpr bool whole = chunks % (2 * lanes) == 0;
+  static constexpr int apart = 8 * lanes;       // elements from a lane's first chunk to its second
+  static constexpr int elements = 16 * lanes;  // of a unit and row
   using InPack = Pack<C::qkv_dtype, 8>;
   using StorePack = Pack<C::store_dtype, 8>;
 
-  static __device__ __forceinline__ int chunk(int unit, int k) { return (unit * 2 + k) * 32 + lane_index(); }
+  static __device__ __forceinline__ int chunk(int unit, int k) { return (unit * 2 + k) * lanes + lane_index() % lanes; }
 
   static __device__ __forceinline__ const typename RopeArgs<C>::In* first_of(const typename RopeArgs<C>::In* row,
                                                                              int unit) {
@@ -47,12 +49,12 @@ struct Values {
 
   static __device__ __forceinline__ void finish(const RopeArgs<C>& a, const Row& row, int token, int unit,
                                                 const uint4 (&raw)[2], const Scales& scales) {
-    if (!(C::has_out_v || row.stored)) return;
+    if (!(C::has_out_v || row.stored) || (C::together && token < 0)) return;
     auto* first = a.value_of(row, token, 0);
     const long long head = C::has_out_v ? a.out_v_strides.head : a.value.head;
     each_pack(unit, [&](int k) {
       const unsigned int element = chunk(unit, k) * 8;  // unsigned: divided by a shift
-      store_aligned<C::write_align, C::store_dtype, 8, C::many>(
+      store_aligned<C::write_align, C::store_dtype, 8>(
           first + element / C::v_dim * head + element % C::v_dim,
           row.live ? stored(a, InPack{{raw[k]}}, scales.v) : StorePack::zeros());
     });
