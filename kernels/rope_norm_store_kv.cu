@@ -84,15 +84,15 @@ using KWeight = hccupy::Element<kKNormWeightDtype>::Type;
 __device__ __forceinline__ Store* stored(Cache* at) { return reinterpret_cast<Store*>(at); }
 
 // RopeArgs up to what only fp8 has, from the parameters that both entries have.
-#define ROPE_ARGS                                                                                               \
-  {seq_lens,  q_index,    block_table, block_table_stride_requests, tokens, requests, positions, num_blocks,    \
-   block_size, max_blocks, null_block},                                                                         \
-      qkv, qkv_stride_tokens, cos_sin, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset,              \
-      stored(key_cache), stored(value_cache),                                                                   \
-      {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},                    \
-      {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads}, q,           \
-      stored(out_k), stored(out_v), {0, q_stride_tokens, q_stride_q_heads},                                     \
-      {0, out_k_stride_tokens, out_k_stride_kv_heads}, {0, out_v_stride_tokens, out_v_stride_kv_heads}
+#define ROPE_ARGS                                                                                                     \
+  {seq_lens,   q_index,    block_table, block_table_stride_requests, tokens, requests, positions, num_blocks,         \
+   block_size, max_blocks, null_block},                                                                               \
+      qkv, qkv_stride_tokens, cos_sin, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, stored(key_cache), \
+      stored(value_cache), {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},     \
+      {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads}, q, stored(out_k),  \
+      stored(out_v), {0, q_stride_tokens, q_stride_q_heads}, {0, out_k_stride_tokens, out_k_stride_kv_heads}, {       \
+    0, out_v_stride_tokens, out_v_stride_kv_heads                                                                     \
+  }
 
 #if !kFp8  // one entry a binary: the defines of the other op are not there
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)

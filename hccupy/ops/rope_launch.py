@@ -37,11 +37,14 @@ def _units(b: Bound, together: bool = False) -> tuple[int, int]:
     return only_q, ceil_div(a["q_heads"] + a["kv_heads"], heads) - only_q + ceil_div(a["kv_heads"] * a["v_head_dim"], values)
 
 
+def _row_bytes(b: Bound) -> int:
+    a = b.axes
+    return 2 * ((a["q_heads"] + a["kv_heads"]) * a["head_dim"] + a["kv_heads"] * a["v_head_dim"])
+
+
 def _stage_bytes(b: Bound) -> int:
     """RowStage of kernels/common/rope_block.cuh: a row of qkv and its angles in shared memory."""
-    a = b.axes
-    row = (a["q_heads"] + a["kv_heads"]) * a["head_dim"] + a["kv_heads"] * a["v_head_dim"]
-    return ceil_div(2 * row + 4 * a["rotary_dim"], 128) * 128
+    return ceil_div(_row_bytes(b) + 4 * b.axes["rotary_dim"], 128) * 128
 
 
 def _blocks(units: int, arch: Arch) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -71,10 +74,11 @@ class Shape(NamedTuple):
 
 
 # What a dependent launch does before the previous grid has ended: bits of kernels/common/rope_row.cuh.
-EARLY_ROW, EARLY_ALL, EARLY_START = 1, 3, 4
+EARLY_ROW, EARLY_ALL, EARLY_START = 1, 3, 4  # EARLY_START: nothing, but a dependent launch
 # (rows a multiprocessor, Shape): from a row a block that has a multiprocessor for itself to four side by side.
-ROW_A_BLOCK = ((1, Shape(2, 11, EARLY_ALL, "block")), (2, Shape(3, 18, EARLY_ALL, "block")), (4, Shape(6, 20, EARLY_ALL, "block")))
+ROW_A_BLOCK = ((1, Shape(2, 11, EARLY_ALL, "block")), (2, Shape(3, 18, EARLY_ALL, "block")), (4, Shape(4, 18, EARLY_ALL, "block")))
 MOST_WARPS = 20  # of a multiprocessor: five a scheduler have 96 registers, which the arithmetic needs
+NARROW, WIDE = 4096, 8192  # bytes of a row
 
 
 def shape_of(b: Bound, arch: Arch) -> Shape:
@@ -84,9 +88,8 @@ def shape_of(b: Bound, arch: Arch) -> Shape:
     registers allow. Many rows: small blocks in the order of the rows.
     """
     tokens, units = b.axes["tokens"], b.axes["tokens"] * sum(_units(b))
-    many = Shape(4, 20, EARLY_START if arch.clusters else 0, "many", 1, 4)
     if not arch.clusters:
-        return Shape(1, 16) if units <= 16 * arch.sms else many
+        return Shape(1, 16) if units <= 16 * arch.sms else _many(b, arch)
     if units <= arch.sms:
         return Shape(1, 16, EARLY_ALL, block=3)
     if units <= 5 * arch.sms:
@@ -96,7 +99,18 @@ def shape_of(b: Bound, arch: Arch) -> Shape:
         for rows, shape in ROW_A_BLOCK:
             if tokens <= rows * arch.sms and rows * stage <= arch.smem:
                 return shape
-    return many
+    return _many(b, arch)
+
+
+def _many(b: Bound, arch: Arch) -> Shape:
+    """Rows of a warp: enough to pay for its start, but two rounds of warps at least, so that they end together."""
+    width = _row_bytes(b)
+    if width <= NARROW:
+        s = Shape(3, 16, EARLY_START, "narrow", 1, 16)
+    else:
+        s = Shape(4, 20, EARLY_ROW, "many", 1, 2 if width > WIDE and not b.op.endswith("_fp8") else 4)
+    rounds = b.axes["tokens"] * _parts(b, s) // (2 * arch.sms * s.warps)
+    return s._replace(rows=max(min(s.rows, rounds), 1), early=s.early if arch.clusters else 0)
 
 
 def _lean(b: Bound) -> bool:

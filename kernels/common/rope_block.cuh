@@ -91,9 +91,8 @@ __device__ __forceinline__ void finish_row(const RopeArgs<C>& a, int token, cons
   typename Rotated::Angles angles;
   Rotated::angles_of(reinterpret_cast<const float*>(stage + RowStage<C>::row_bytes), angles);
   uint4 raw[2];
-  share.template finish<false>(a, row, token, raw, angles, weights, scales, [&](int unit, uint4(&to)[2]) {
-    share.load_near(share.first_of(qkv, unit), unit, to);
-  });
+  share.template finish<false>(a, row, token, raw, angles, weights, scales,
+                               [&](int unit, uint4(&to)[2]) { share.load_near(share.first_of(qkv, unit), unit, to); });
   if constexpr (Tail<C>::exists) {
     const Tail<C> tail(a, row);
     if (tail.behind > 0 && tail.fresh()) tail.clear(part, C::parts);  // one warp alone takes 20 us for a page

@@ -29,7 +29,9 @@ struct TwoRows {
   __device__ __forceinline__ const char* mine(int which_row) const {
     return rows + which_row * row_bytes + lane_index() * 16;
   }
-  __device__ __forceinline__ char* angles(int which_row) const { return rows + which_row * row_bytes + C::steps * 1024; }
+  __device__ __forceinline__ char* angles(int which_row) const {
+    return rows + which_row * row_bytes + C::steps * 1024;
+  }
 
   static __device__ __forceinline__ int place(int k, int which) {
     return which * 512 + k * static_cast<int>(sizeof(typename Rotated::InPack));
@@ -70,7 +72,8 @@ struct TwoRows {
   __device__ __forceinline__ void ask_angles(const RopeArgs<C>& a, const Row& row, int which_row) const {
     constexpr int kPart = common_divisor(common_divisor(angle_bytes, C::table_align), 16);
     if (!row.placed) return;
-    const char* from = reinterpret_cast<const char*>(a.cos_sin + static_cast<long long>(row.position) * (2 * C::Lanes::half));
+    const char* from =
+        reinterpret_cast<const char*>(a.cos_sin + static_cast<long long>(row.position) * (2 * C::Lanes::half));
 #pragma unroll
     for (int byte = lane_index() * kPart; byte < angle_bytes; byte += 32 * kPart)
       async_copy<kPart>(angles(which_row) + byte, from + byte);
@@ -128,6 +131,7 @@ __device__ __forceinline__ void many_rows(const RopeArgs<C>& a) {
   };
   const auto ask = [&](int i) { stage.ask(share, a.qkv + (first_row + number(i)) * a.qkv_stride, i % 2); };
 
+  if ((C::early & kEarlyRow) != 0 && rows > 0) share.prefetch(a.qkv + first_row * a.qkv_stride);
   wait_for_previous_grid();
   if (rows > 0) ask(0);
   Scales scales = load_scales(a);

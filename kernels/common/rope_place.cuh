@@ -152,7 +152,8 @@ struct Row {
   int slot = 0;  // in the page
 
   Row() = default;
-  __device__ __forceinline__ Row(int its_request, int its_place, int its_position, int its_page, int its_slot, int flags)
+  __device__ __forceinline__ Row(int its_request, int its_place, int its_position, int its_page, int its_slot,
+                                 int flags)
       : request(its_request),
         place(its_place),
         last((flags & 1) != 0),

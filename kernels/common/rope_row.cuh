@@ -267,6 +267,7 @@ struct RotatedHeads {
   }
 
   // A lane's part of the sum of squares, and of the largest magnitude, of its head: two chains each, to wait less.
+  // (Both reduced over lanes in one go, rotated first: ptxas puts one chain of shuffles behind the other all the same.)
   static __device__ __forceinline__ float squares(const float (&x)[L::per_lane][2][L::chunk]) {
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -288,13 +289,15 @@ struct RotatedHeads {
     return fmaxf(most[0], most[1]);
   }
 
-  // x of a head, turned and weighted. What remains to multiply it by comes back; and, if asked for, the largest
-  // magnitude before that (the same shuffles' wait serves both).
-  template <bool kLargest>
+  static __device__ __forceinline__ float gain_of(const RopeArgs<C>& a, const float (&x)[L::per_lane][2][L::chunk]) {
+    return inverse_rms_of_head<C::dim>(warp_sum<L::lanes>(squares(x)), a.norm_eps) * (1.0f / kDown);
+  }
+
+  // x of a head, turned and weighted; what remains to multiply it by comes back.
   static __device__ __forceinline__ float turn(const RopeArgs<C>& a, const Turn& t,
-                                               float (&x)[L::per_lane][2][L::chunk], float& most) {
-    float sum = 0.0f;
-    if constexpr (C::policy == kNormThenRope) sum = squares(x);
+                                               float (&x)[L::per_lane][2][L::chunk]) {
+    float gain = 1.0f;
+    if constexpr (C::policy == kNormThenRope) gain = gain_of(a, x);
 #pragma unroll
     for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
@@ -313,7 +316,7 @@ struct RotatedHeads {
         }
       }
     if constexpr (C::policy == kRopeThenNorm) {
-      sum = squares(x);
+      gain = gain_of(a, x);
 #pragma unroll
       for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
@@ -322,42 +325,27 @@ struct RotatedHeads {
           second(x[k], j) *= t.d[k][j];
         }
     }
-    if constexpr (kLargest) most = largest(x);
-#pragma unroll
-    for (int offset = L::lanes / 2; offset > 0; offset /= 2) {
-      if constexpr (normed) sum += __shfl_xor_sync(kFullMask, sum, offset);
-      if constexpr (kLargest) most = fmaxf(most, __shfl_xor_sync(kFullMask, most, offset));
-    }
-    return normed ? inverse_rms_of_head<C::dim>(sum, a.norm_eps) * (1.0f / kDown) : 1.0f;
+    return gain;
   }
 
   // What x, turned and weighted, is multiplied by, and what is added to it first (fp8: see quantised).
   struct Factor {
     float by;
-    float zero = -0.0f;   // leaves every product as it is
+    float zero = -0.0f;  // leaves every product as it is
     float scale = 0.0f;  // what q can be multiplied back with (dynamic q)
   };
-  static __device__ __forceinline__ Factor dynamic_factor(const RopeArgs<C>& a, float gain, float most) {
-    Factor f;
-    // A gain of NaN, or of 0 beside an infinity, leaves nothing but NaN and zeros.
-    const float absmax = fminf(fmaxf(most * gain, 0.0f), kLargestFloat);
-    const float at_least = fmaxf(absmax, kSmallestAbsmax);
-    f.scale = C::bounded ? at_least / a.upper_max : divided_by<448>(at_least);
-    f.by = gain * (C::bounded ? 1.0f / f.scale : reciprocal(f.scale));
-    f.zero = absmax == 0.0f ? 0.0f : -0.0f;  // an all-zero head has no negative zeros
-    return f;
-  }
-  static __device__ __forceinline__ Factor turn_all(const RopeArgs<C>& a, bool is_q, const Scales& scales, const Turn& t,
-                                                    float (&x)[L::per_lane][2][L::chunk]) {
-    Factor f;
-    float most = 0.0f;
+  static __device__ __forceinline__ Factor factor_of(const RopeArgs<C>& a, bool is_q, const Scales& scales, float gain,
+                                                     const float (&x)[L::per_lane][2][L::chunk]) {
+    Factor f{C::fp8 ? gain * (is_q ? scales.q : scales.k) : gain};
     if (C::dynamic_q && (mixed || is_q)) {  // not mixed: the same in all lanes
-      const float gain = turn<true>(a, t, x, most);
-      f = dynamic_factor(a, gain, most);
-      if (mixed && !is_q) f = {gain * scales.k};
-    } else {
-      const float gain = turn<false>(a, t, x, most);
-      f.by = C::fp8 ? gain * (is_q ? scales.q : scales.k) : gain;
+      // A gain of NaN, or of 0 beside an infinity, leaves nothing but NaN and zeros.
+      const float absmax = fminf(fmaxf(warp_max<L::lanes>(largest(x)) * gain, 0.0f), kLargestFloat);
+      const float at_least = fmaxf(absmax, kSmallestAbsmax);
+      f.scale = C::bounded ? at_least / a.upper_max : divided_by<448>(at_least);
+      if (is_q) {
+        f.by = gain * (C::bounded ? 1.0f / f.scale : reciprocal(f.scale));
+        f.zero = absmax == 0.0f ? 0.0f : -0.0f;  // an all-zero head has no negative zeros
+      }
     }
     return f;
   }
@@ -377,11 +365,13 @@ struct RotatedHeads {
     Target t;
     t.is_q = mixed ? h < C::q_heads : only_q;
     t.stored = (!C::together || token >= 0) && (t.is_q || C::has_out_k || row.stored);
-    t.to = (t.is_q ? a.at(a.q, a.q_strides, 0, token, h) : a.key_of(row, token, h - C::q_heads)) + L::element(slot(0), 0);
+    t.to =
+        (t.is_q ? a.at(a.q, a.q_strides, 0, token, h) : a.key_of(row, token, h - C::q_heads)) + L::element(slot(0), 0);
     t.step = of_row * (only_q ? a.q_strides.head : C::has_out_k ? a.out_k_strides.head : a.key.head);
     if constexpr (C::dynamic_q) {
-      t.scale = a.q_scale + (C::padded_scale ? (static_cast<long long>(row.request) * C::q_heads + h) * a.padded_q_len + row.place
-                                             : static_cast<long long>(token) * C::q_heads + h);
+      t.scale = a.q_scale + (C::padded_scale
+                                 ? (static_cast<long long>(row.request) * C::q_heads + h) * a.padded_q_len + row.place
+                                 : static_cast<long long>(token) * C::q_heads + h);
       t.scale_step = static_cast<long long>(of_row) * (C::padded_scale ? a.padded_q_len : 1);
       t.scaled = t.is_q && t.stored && lane_index() % L::lanes == 0 &&
                  (!C::padded_scale || (row.request >= 0 && row.place < a.padded_q_len));
@@ -413,7 +403,8 @@ struct RotatedHeads {
         memcpy(&pack, reinterpret_cast<const char*>(&raw[which]) + k * sizeof pack, sizeof pack);
         unpack<C::qkv_dtype>(pack, x[k][which]);
       }
-    const Factor factor = turn_all(a, target.is_q, scales, t, x);
+    const float gain = turn(a, t, x);
+    const Factor factor = factor_of(a, target.is_q, scales, gain, x);
     if constexpr (C::dynamic_q) {
       if (target.scaled) *target.scale = C::together && !live ? 0.0f : factor.scale;
     }

@@ -51,7 +51,8 @@ struct Share {
   }
   // A unit by do_rotated(k, which, address) or do_v(k, address) for each of its packs.
   template <class Rotate, class Value>
-  static __device__ __forceinline__ void by(const typename RopeArgs<C>::In* from, int unit, uint4 (&raw)[2], Rotate rotated, Value value) {
+  static __device__ __forceinline__ void by(const typename RopeArgs<C>::In* from, int unit, uint4 (&raw)[2],
+                                            Rotate rotated, Value value) {
     if (unit < Rotated::units) {
       Rotated::raw_by(unit, raw, [&](int k, int which) { return rotated(from + Rotated::behind(k, which)); });
     } else {
@@ -59,18 +60,20 @@ struct Share {
     }
   }
   __device__ __forceinline__ void load(const typename RopeArgs<C>::In* from, int unit, uint4 (&raw)[2]) const {
-    by(from, unit, raw,
-       [](const auto* at) { return load_aligned<C::read_align, C::qkv_dtype, C::Lanes::chunk, Cached::kOnce>(at); },
-       [](const auto* at) { return load_aligned<C::read_align, C::qkv_dtype, 8, Cached::kOnce>(at); });
+    by(
+        from, unit, raw,
+        [](const auto* at) { return load_aligned<C::read_align, C::qkv_dtype, C::Lanes::chunk, Cached::kOnce>(at); },
+        [](const auto* at) { return load_aligned<C::read_align, C::qkv_dtype, 8, Cached::kOnce>(at); });
   }
   // The same from shared memory.
   __device__ __forceinline__ void load_near(const typename RopeArgs<C>::In* from, int unit, uint4 (&raw)[2]) const {
-    by(from, unit, raw, [](const auto* at) { return Rotated::InPack::load(at); },
-       [](const auto* at) { return V::InPack::load(at); });
+    by(
+        from, unit, raw, [](const auto* at) { return Rotated::InPack::load(at); },
+        [](const auto* at) { return V::InPack::load(at); });
   }
 
-  // All its units of a row. load(unit, raw) brings a unit. kAhead: raw holds the first already, and the next is asked for
-  // before a unit is worked on.
+  // All its units of a row. load(unit, raw) brings a unit. kAhead: raw holds the first already, and the next is asked
+  // for before a unit is worked on.
   template <bool kAhead, class Load>
   __device__ __forceinline__ void finish(const RopeArgs<C>& a, const Row& row, int token, uint4 (&raw)[2],
                                          const typename Rotated::Angles& angles, typename Rotated::Weights& weights,

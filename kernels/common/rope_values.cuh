@@ -12,7 +12,7 @@ struct Values {
   static constexpr int chunks = C::kv_heads * C::v_dim / 8;
   static constexpr int units = (chunks + 2 * lanes - 1) / (2 * lanes);
   static constexpr bool whole = chunks % (2 * lanes) == 0;
-  static constexpr int apart = 8 * lanes;       // elements from a lane's first chunk to its second
+  static constexpr int apart = 8 * lanes;      // elements from a lane's first chunk to its second
   static constexpr int elements = 16 * lanes;  // of a unit and row
   using InPack = Pack<C::qkv_dtype, 8>;
   using StorePack = Pack<C::store_dtype, 8>;
