@@ -26,11 +26,15 @@
 // them finds zeros (common/rope_tail.cuh says when and why).
 //
 // Baked: heads, dims, dtypes, norm policy, rope style. Run time: tokens, requests, all lengths and strides of caches.
-// Launch: a unit is 1 KB of qkv (common/rope_row.cuh), a warp has up to kSteps units of a row.
-// kRing 0 (common/rope_few.cuh): tokens x kParts warps in blocks of up to kThreads, then further warps for the fp8
-// outputs: ceil(requests * padded / 32) for q_scale in prefill with dynamic q, ceil(requests * kv_heads / 128) for
-// split_k_flag.
-// kRing > 0 (common/rope_stream.cuh): any number of blocks of kParts + 1 warps, kRing stages of shared memory.
+// Launch: a unit is 1 KB of qkv (common/rope_row.cuh), a warp has up to kSteps units of a row, kParts warps have a row.
+//   few rows      (common/rope_few.cuh)    tokens x kParts warps in blocks of up to kThreads, then further warps for
+//   the
+//                 fp8 outputs: ceil(requests * padded / 32) for q_scale in prefill with dynamic q, ceil(requests *
+//                 kv_heads / 128) for split_k_flag
+//   kBulk         (common/rope_block.cuh)  a block of kParts + 1 warps a row; the row and its angles in shared memory
+//   kMany         (common/rope_many.cuh)   ceil(tokens / n) x kParts warps for n rows a warp (at most 32), in blocks of
+//                 kThreads; per warp twice kSteps KB of shared memory, and twice a row of cos_sin. kTogether: a unit
+//                 has one head of several rows; no angles in shared memory then
 // May be a dependent launch; kEarly (common/rope_row.cuh) says what is done before the previous grid has ended.
 
 #if kMany
@@ -84,15 +88,17 @@ using KWeight = hccupy::Element<kKNormWeightDtype>::Type;
 __device__ __forceinline__ Store* stored(Cache* at) { return reinterpret_cast<Store*>(at); }
 
 // RopeArgs up to what only fp8 has, from the parameters that both entries have.
-#define ROPE_ARGS                                                                                                     \
-  {seq_lens,   q_index,    block_table, block_table_stride_requests, tokens, requests, positions, num_blocks,         \
-   block_size, max_blocks, null_block},                                                                               \
-      qkv, qkv_stride_tokens, cos_sin, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, stored(key_cache), \
-      stored(value_cache), {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},     \
-      {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads}, q, stored(out_k),  \
-      stored(out_v), {0, q_stride_tokens, q_stride_q_heads}, {0, out_k_stride_tokens, out_k_stride_kv_heads}, {       \
-    0, out_v_stride_tokens, out_v_stride_kv_heads                                                                     \
-  }
+// clang-format off
+#define ROPE_ARGS                                                                                             \
+  {seq_lens, q_index, block_table, block_table_stride_requests, tokens, requests, positions, num_blocks,      \
+   block_size, max_blocks, null_block},                                                                       \
+  qkv, qkv_stride_tokens, cos_sin, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset,                \
+  stored(key_cache), stored(value_cache),                                                                     \
+  {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},                      \
+  {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads},                \
+  q, stored(out_k), stored(out_v), {0, q_stride_tokens, q_stride_q_heads},                                    \
+  {0, out_k_stride_tokens, out_k_stride_kv_heads}, {0, out_v_stride_tokens, out_v_stride_kv_heads}
+// clang-format on
 
 #if !kFp8  // one entry a binary: the defines of the other op are not there
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)

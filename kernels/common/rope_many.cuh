@@ -26,7 +26,7 @@ struct TwoRows {
 
   __device__ __forceinline__ explicit TwoRows(int warp) : rows(reinterpret_cast<char*>(shared_bytes) + warp * bytes) {}
 
-  __device__ __forceinline__ const char* mine(int which_row) const {
+  __device__ __forceinline__ char* mine(int which_row) const {
     return rows + which_row * row_bytes + lane_index() * 16;
   }
   __device__ __forceinline__ char* angles(int which_row) const {
@@ -56,7 +56,7 @@ struct TwoRows {
     for (int step = 0; step < C::steps; ++step) {
       const int unit = share.first + step;
       if (unit >= share.end) break;
-      char* to = rows + which_row * row_bytes + lane_index() * 16 + step * 1024;
+      char* to = mine(which_row) + step * 1024;
       if (unit < Rotated::units) {
         const In* first = Rotated::first_of(row, unit);
         Rotated::each_pack(unit, [&](int k, int which) {
@@ -79,7 +79,7 @@ struct TwoRows {
       async_copy<kPart>(angles(which_row) + byte, from + byte);
   }
   static __device__ __forceinline__ void get(const char* from, int unit, uint4 (&raw)[2]) {
-    if (Rotated::full && V::whole) {
+    if (C::Lanes::full) {  // heads and chunks that are not there come as rubbish, which is not stored
       raw[0] = *reinterpret_cast<const uint4*>(from);
       raw[1] = *reinterpret_cast<const uint4*>(from + 512);
     } else if (unit < Rotated::units) {
@@ -133,25 +133,24 @@ __device__ __forceinline__ void many_rows(const RopeArgs<C>& a) {
 
   if ((C::early & kEarlyRow) != 0 && rows > 0) share.prefetch(a.qkv + first_row * a.qkv_stride);
   wait_for_previous_grid();
-  if (rows > 0) ask(0);
   Scales scales = load_scales(a);
-  if (lane_index() < rows) {
-    const int token = first_row + lane_index();
-    Row mine = place_row<kPaged>(m, read_held<false>(m, find_request_alone(m.q_index, m.requests, token)), token);
-    put_page<C::has_null>(m, read_page<false>(m, mine), mine);
-    place[lane_index()].put(mine);
-  }
-  __syncwarp();
-  if (!C::together && rows > 0) stage.ask_angles(a, place[0].get(), 0);
-  async_commit();
   if (!share.only_q) invert<C>(scales);
 #pragma unroll 1
-  for (int i = 0; i * kRowsATurn < rows; ++i) {
-    if ((i + 1) * kRowsATurn < rows) {
-      ask(i + 1);
-      if (!C::together) stage.ask_angles(a, place[i + 1].get(), (i + 1) % 2);
+  for (int i = -1; rows > 0 && i * kRowsATurn < rows; ++i) {  // turn -1 only asks for the first rows
+    const bool more = (i + 1) * kRowsATurn < rows;
+    if (more) ask(i + 1);
+    if (i < 0) {
+      if (lane_index() < rows) {
+        const int token = first_row + lane_index();
+        Row mine = place_row<kPaged>(m, read_held<false>(m, find_request_alone(m.q_index, m.requests, token)), token);
+        put_page<C::has_null>(m, read_page<false>(m, mine), mine);
+        place[lane_index()].put(mine);
+      }
+      __syncwarp();
     }
+    if (!C::together && more) stage.ask_angles(a, place[i + 1].get(), (i + 1) % 2);
     async_commit();
+    if (i < 0) continue;
     const Row row = place[number(i)].get();
     const int token = i * kRowsATurn + member < rows ? first_row + number(i) : -1;
     typename Rotated::Turn turn;

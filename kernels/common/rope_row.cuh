@@ -90,7 +90,6 @@ struct RotatedHeads {
   static constexpr bool normed = C::policy != kPolicyNone;
   static constexpr bool whole = heads % of_row == 0;  // every unit is full
   static constexpr int elements = of_row * C::dim;    // of a unit and row
-  static constexpr bool full = whole && L::full;      // every lane has 16 elements of every unit
   static_assert(L::per_lane * sizeof(InPack) <= sizeof(uint4),
                 "a lane's part of a half head must fit its register slot");
 
