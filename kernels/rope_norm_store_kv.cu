@@ -35,7 +35,7 @@
 //   kMany         (common/rope_many.cuh)   ceil(tokens / n) x kParts warps for n rows a warp (at most 32), in blocks of
 //                 kThreads; per warp twice kSteps KB of shared memory, and twice a row of cos_sin. kTogether: a unit
 //                 has one head of several rows; no angles in shared memory then
-// May be a dependent launch; kEarly (common/rope_row.cuh) says what is done before the previous grid has ended.
+// May be a dependent launch; kEarly (common/rope_args.cuh) says what is done before the previous grid has ended.
 
 #if kMany
 #include "common/rope_many.cuh"

@@ -73,7 +73,7 @@ class Shape(NamedTuple):
         return self.early > 0
 
 
-# What a dependent launch does before the previous grid has ended: bits of kernels/common/rope_row.cuh.
+# What a dependent launch does before the previous grid has ended: bits of kernels/common/rope_args.cuh.
 EARLY_ROW, EARLY_ALL, EARLY_START = 1, 3, 4  # EARLY_START: nothing, but a dependent launch
 # (rows a multiprocessor, Shape): from a row a block that has a multiprocessor for itself to four side by side.
 ROW_A_BLOCK = ((1, Shape(2, 11, EARLY_ALL, "block")), (2, Shape(3, 18, EARLY_ALL, "block")), (4, Shape(4, 18, EARLY_ALL, "block")))
