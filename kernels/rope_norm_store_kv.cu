@@ -26,15 +26,21 @@
 // them finds zeros (common/rope_tail.cuh says when and why).
 //
 // Baked: heads, dims, dtypes, norm policy, rope style. Run time: tokens, requests, all lengths and strides of caches.
-// Launch: a unit is 1 KB of qkv (common/rope_row.cuh), a warp has up to kSteps units of a row.
-// kRing 0 (common/rope_few.cuh): tokens x kParts warps in blocks of up to kThreads, then further warps for the fp8
-// outputs: ceil(requests * padded / 32) for q_scale in prefill with dynamic q, ceil(requests * kv_heads / 128) for
-// split_k_flag.
-// kRing > 0 (common/rope_stream.cuh): any number of blocks of kParts + 1 warps, kRing stages of shared memory.
-// May be a dependent launch; kEarly (common/rope_row.cuh) says what is done before the previous grid has ended.
+// Launch: a unit is 1 KB of qkv (common/rope_row.cuh), a warp has up to kSteps units of a row, kParts warps have a row.
+//   few rows      (common/rope_few.cuh)    tokens x kParts warps in blocks of up to kThreads, then further warps for
+//   the
+//                 fp8 outputs: ceil(requests * padded / 32) for q_scale in prefill with dynamic q, ceil(requests *
+//                 kv_heads / 128) for split_k_flag
+//   kBulk         (common/rope_block.cuh)  a block of kParts + 1 warps a row; the row and its angles in shared memory
+//   kMany         (common/rope_many.cuh)   ceil(tokens / n) x kParts warps for n rows a warp (at most 32), in blocks of
+//                 kThreads; per warp twice kSteps KB of shared memory, and twice a row of cos_sin. kTogether: a unit
+//                 has one head of several rows; no angles in shared memory then
+// May be a dependent launch; kEarly (common/rope_args.cuh) says what is done before the previous grid has ended.
 
-#if kRing
-#include "common/rope_stream.cuh"
+#if kMany
+#include "common/rope_many.cuh"
+#elif kBulk
+#include "common/rope_block.cuh"
 #else
 #include "common/rope_few.cuh"
 #endif
@@ -49,7 +55,8 @@ struct Config {
   static constexpr int policy = kQkNormPolicy;
   static constexpr bool tail_zero = kTail == 0;
   static constexpr bool has_null = kHasNullBlock, has_out_k = kHasOutK, has_out_v = kHasOutV;
-  static constexpr int steps = kSteps, parts = kParts, early = kEarly, ring = kRing;
+  static constexpr int steps = kSteps, parts = kParts, early = kEarly, threads = kThreads;
+  static constexpr bool many = kMany, bulk = kBulk, together = kTogether;
   static constexpr int read_align = kReadAlign, write_align = kWriteAlign, table_align = kTableAlign,
                        weight_align = kWeightAlign;
   using Lanes = hccupy::HeadLanes<kHeadDim, kRotaryDim, interleaved>;
@@ -63,8 +70,10 @@ struct Config {
 // One of the two a binary.
 __device__ __forceinline__ void run(const hccupy::RopeArgs<Config>& args) {
   hccupy::let_next_grid_start();
-#if kRing
+#if kMany
   hccupy::many_rows(args);
+#elif kBulk
+  hccupy::row_a_block(args);
 #else
   hccupy::few_rows(args);
 #endif
@@ -75,6 +84,21 @@ using Cache = hccupy::Element<kKeyCacheDtype>::Type;
 using Store = hccupy::Element<Config::store_dtype>::Type;
 using QWeight = hccupy::Element<kQNormWeightDtype>::Type;
 using KWeight = hccupy::Element<kKNormWeightDtype>::Type;
+
+__device__ __forceinline__ Store* stored(Cache* at) { return reinterpret_cast<Store*>(at); }
+
+// RopeArgs up to what only fp8 has, from the parameters that both entries have.
+// clang-format off
+#define ROPE_ARGS                                                                                             \
+  {seq_lens, q_index, block_table, block_table_stride_requests, tokens, requests, positions, num_blocks,      \
+   block_size, max_blocks, null_block},                                                                       \
+  qkv, qkv_stride_tokens, cos_sin, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset,                \
+  stored(key_cache), stored(value_cache),                                                                     \
+  {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},                      \
+  {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads},                \
+  q, stored(out_k), stored(out_v), {0, q_stride_tokens, q_stride_q_heads},                                    \
+  {0, out_k_stride_tokens, out_k_stride_kv_heads}, {0, out_v_stride_tokens, out_v_stride_kv_heads}
+// clang-format on
 
 #if !kFp8  // one entry a binary: the defines of the other op are not there
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
@@ -89,34 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                        long long out_v_stride_tokens, long long out_v_stride_kv_heads, float norm_eps,
                        float norm_weight_offset, int null_block, int tokens, int requests, int positions,
                        int num_blocks, int block_size, int max_blocks) {
-  const hccupy::RopeArgs<Config> args{
-      {seq_lens, q_index, block_table, block_table_stride_requests, tokens, requests, positions, num_blocks, block_size,
-       max_blocks, null_block},
-      qkv,
-      qkv_stride_tokens,
-      cos_sin,
-      q_norm_weight,
-      k_norm_weight,
-      norm_eps,
-      norm_weight_offset,
-      key_cache,
-      value_cache,
-      {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},
-      {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads},
-      q,
-      out_k,
-      out_v,
-      {0, q_stride_tokens, q_stride_q_heads},
-      {0, out_k_stride_tokens, out_k_stride_kv_heads},
-      {0, out_v_stride_tokens, out_v_stride_kv_heads},
-      nullptr,
-      nullptr,
-      nullptr,
-      nullptr,
-      nullptr,
-      0.0f,
-      0};
-  run(args);
+  run({ROPE_ARGS});
 }
 #else
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) rope_norm_store_kv_fp8(
@@ -130,34 +127,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) rope_norm_sto
     long long out_k_stride_tokens, long long out_k_stride_kv_heads, long long out_v_stride_tokens,
     long long out_v_stride_kv_heads, float norm_eps, float norm_weight_offset, int null_block, float upper_max,
     int max_q_len, int tokens, int requests, int positions, int num_blocks, int block_size, int max_blocks) {
-  auto bytes = [](Cache* at) { return reinterpret_cast<Store*>(at); };
-  const hccupy::RopeArgs<Config> args{
-      {seq_lens, q_index, block_table, block_table_stride_requests, tokens, requests, positions, num_blocks, block_size,
-       max_blocks, null_block},
-      qkv,
-      qkv_stride_tokens,
-      cos_sin,
-      q_norm_weight,
-      k_norm_weight,
-      norm_eps,
-      norm_weight_offset,
-      bytes(key_cache),
-      bytes(value_cache),
-      {key_cache_stride_num_blocks, key_cache_stride_block_size, key_cache_stride_kv_heads},
-      {value_cache_stride_num_blocks, value_cache_stride_block_size, value_cache_stride_kv_heads},
-      q,
-      bytes(out_k),
-      bytes(out_v),
-      {0, q_stride_tokens, q_stride_q_heads},
-      {0, out_k_stride_tokens, out_k_stride_kv_heads},
-      {0, out_v_stride_tokens, out_v_stride_kv_heads},
-      k_scale,
-      v_scale,
-      q_scale_inv,
-      q_scale,
-      split_k_flag,
-      kHasUpperMax ? upper_max : 448.0f,
-      (max_q_len + 127) / 128 * 128};
-  run(args);
+  run({ROPE_ARGS, k_scale, v_scale, q_scale_inv, q_scale, split_k_flag, kHasUpperMax ? upper_max : 448.0f,
+       (max_q_len + 127) / 128 * 128});
 }
 #endif

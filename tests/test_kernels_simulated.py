@@ -116,7 +116,14 @@ def test_rope_and_store_kernels_sanitized(op, build, rng):
         _same_as_reference(op, case, rng, seed=2, **build)
 
 
-SHAPES = {"few": (1, 16, 3, 0, 3), "few-2": (2, 16, 3, 0, 1), "row-a-block": (3, 18, 3, 1), "rows-ahead": (4, 18, 1, 3)}
+SHAPES = {
+    "few": (1, 16, 3, "few", 3),
+    "few-2": (2, 16, 3, "few", 1),
+    "row-a-block": (3, 18, 3, "block"),
+    "many": (4, 20, 4, "many", 1, 4),
+    "many-2": (1, 20, 4, "many", 2, 3),
+    "narrow": (3, 20, 4, "narrow", 1, 8),
+}
 
 
 @pytest.mark.parametrize("op", ["rope_norm_store_kv", "rope_norm_store_kv_fp8"])

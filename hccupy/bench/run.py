@@ -192,7 +192,7 @@ def plans_of(todo: Sequence[tuple[OpSpec, Case]]) -> list[Plan]:
 
 def kind_of(made: Plan) -> tuple[Any, ...]:
     """What decides how long a kernel takes to compile."""
-    return made.op, made.variant, *(made.defines.get(d) for d in ("kHc", "kHasRmsWeight", "kRing", "kSteps", "kVec"))
+    return made.op, made.variant, *(made.defines.get(d) for d in ("kHc", "kHasRmsWeight", "kBulk", "kMany", "kSteps", "kVec"))
 
 
 def compile_seconds(plans: Sequence[Plan]) -> dict[Any, float]:

@@ -24,19 +24,27 @@ def _heads_per_warp(b: Bound) -> int:
     return max(32 // (1 << (slots - 1).bit_length()), 1)
 
 
-def _units(b: Bound) -> tuple[int, int]:
-    """Units of a row, 1 KB each (kernels/common/rope_row.cuh): (those that hold only q, the others)."""
+def _units(b: Bound, together: bool = False) -> tuple[int, int]:
+    """Units of a row, 1 KB each (kernels/common/rope_row.cuh): (those that hold only q, the others).
+
+    together: a unit has one head of as many rows as it has heads otherwise.
+    """
     a = b.axes
-    heads = _heads_per_warp(b)
+    heads, values = _heads_per_warp(b), 512
+    if together:
+        heads, values = 1, 512 // heads
     only_q = a["q_heads"] // heads
-    return only_q, ceil_div(a["q_heads"] + a["kv_heads"], heads) - only_q + ceil_div(a["kv_heads"] * a["v_head_dim"], 512)
+    return only_q, ceil_div(a["q_heads"] + a["kv_heads"], heads) - only_q + ceil_div(a["kv_heads"] * a["v_head_dim"], values)
+
+
+def _row_bytes(b: Bound) -> int:
+    a = b.axes
+    return 2 * ((a["q_heads"] + a["kv_heads"]) * a["head_dim"] + a["kv_heads"] * a["v_head_dim"])
 
 
 def _stage_bytes(b: Bound) -> int:
-    """RowStage of kernels/common/rope_stream.cuh: a row of qkv and its angles in shared memory."""
-    a = b.axes
-    row = (a["q_heads"] + a["kv_heads"]) * a["head_dim"] + a["kv_heads"] * a["v_head_dim"]
-    return ceil_div(2 * row + 4 * a["rotary_dim"], 128) * 128
+    """RowStage of kernels/common/rope_block.cuh: a row of qkv and its angles in shared memory."""
+    return ceil_div(_row_bytes(b) + 4 * b.axes["rotary_dim"], 128) * 128
 
 
 def _blocks(units: int, arch: Arch) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -46,13 +54,18 @@ def _blocks(units: int, arch: Arch) -> tuple[tuple[int, int, int], tuple[int, in
 
 
 class Shape(NamedTuple):
-    """How the warps share the work. steps: units a warp; warps: a multiprocessor; ring: rows of a block in shared memory (0: none)."""
+    """How the warps share the work. steps: units a warp; warps: a multiprocessor; block: warps of one (0: by their number).
+
+    way: "few" rows, each by warps of their own; a row a "block", brought by a bulk copy; "many" rows, `rows` of them a warp,
+    or "narrow" ones, some together in each unit.
+    """
 
     steps: int
     warps: int
     early: int = 0  # EARLY_..., 0: not a dependent launch
-    ring: int = 0
-    block: int = 0  # warps of a block where there is no ring (0: by the number of warps)
+    way: str = "few"
+    block: int = 0
+    rows: int = 1
 
     @property
     def pdl(self) -> bool:
@@ -60,35 +73,44 @@ class Shape(NamedTuple):
         return self.early > 0
 
 
-# What a dependent launch does before the previous grid has ended: bits of kernels/common/rope_row.cuh.
-EARLY_ROW, EARLY_ALL = 1, 3
+# What a dependent launch does before the previous grid has ended: bits of kernels/common/rope_args.cuh.
+EARLY_ROW, EARLY_ALL, EARLY_START = 1, 3, 4  # EARLY_START: nothing, but a dependent launch
 # (rows a multiprocessor, Shape): from a row a block that has a multiprocessor for itself to four side by side.
-ROW_A_BLOCK = ((1, Shape(2, 11, EARLY_ALL, 1)), (2, Shape(3, 18, EARLY_ALL, 1)), (4, Shape(6, 20, EARLY_ALL, 1)))
+ROW_A_BLOCK = ((1, Shape(2, 11, EARLY_ALL, "block")), (2, Shape(3, 18, EARLY_ALL, "block")), (4, Shape(4, 18, EARLY_ALL, "block")))
 MOST_WARPS = 20  # of a multiprocessor: five a scheduler have 96 registers, which the arithmetic needs
+NARROW, WIDE = 4096, 8192  # bytes of a row
 
 
 def shape_of(b: Bound, arch: Arch) -> Shape:
     """Measured on an H200 (kernels/NOTES.md), in units or rows a multiprocessor so that it carries over to other chips.
 
     A few units are all latency: a warp each, or two. More rows: a block a row, brought by a bulk copy and shared by as many warps as
-    registers allow. Many rows: persistent blocks, several rows ahead; wider shapes and fp8 need more warps, bf16 more rows ahead.
+    registers allow. Many rows: small blocks in the order of the rows.
     """
     tokens, units = b.axes["tokens"], b.axes["tokens"] * sum(_units(b))
     if not arch.clusters:
-        return Shape(1, 16) if units <= 16 * arch.sms else Shape(4, 16)
+        return Shape(1, 16) if units <= 16 * arch.sms else _many(b, arch)
     if units <= arch.sms:
         return Shape(1, 16, EARLY_ALL, block=3)
+    if units <= 5 * arch.sms:
+        return Shape(2, 16, EARLY_ALL, block=1)
     stage = _stage_bytes(b) + 1024  # the barriers, and what the driver takes of each block
-    bulk = b.aligned["qkv"] >= 16 and b.aligned["cos_sin"] >= 16 and b.axes["rotary_dim"] % 4 == 0
-    if units <= 5 * arch.sms or not (bulk and 2 * stage <= arch.smem):
-        return Shape(2, 16, EARLY_ALL, block=1) if units <= 5 * arch.sms else Shape(4, 16, EARLY_ALL if units <= 40 * arch.sms else 0)
-    for rows, shape in ROW_A_BLOCK:
-        if tokens <= rows * arch.sms and rows * stage <= arch.smem:
-            return shape
-    ring = 3 if 3 * stage <= arch.smem else 2
-    if stage <= 6144:
-        return Shape(6, 15, EARLY_ROW, ring)
-    return Shape(6, 20, EARLY_ROW, 4) if stage <= 16384 and not b.op.endswith("_fp8") else Shape(4, 18, EARLY_ROW, ring)
+    if b.aligned["qkv"] >= 16 and b.aligned["cos_sin"] >= 16 and b.axes["rotary_dim"] % 4 == 0:  # what bulk copies can move
+        for rows, shape in ROW_A_BLOCK:
+            if tokens <= rows * arch.sms and rows * stage <= arch.smem:
+                return shape
+    return _many(b, arch)
+
+
+def _many(b: Bound, arch: Arch) -> Shape:
+    """Rows of a warp: enough to pay for its start, but two rounds of warps at least, so that they end together."""
+    width = _row_bytes(b)
+    if width <= NARROW:
+        s = Shape(3, 16, EARLY_START, "narrow", 1, 16)
+    else:
+        s = Shape(4, 20, EARLY_ROW, "many", 1, 2 if width > WIDE and not b.op.endswith("_fp8") else 4)
+    rounds = b.axes["tokens"] * _parts(b, s) // (2 * arch.sms * s.warps)
+    return s._replace(rows=max(min(s.rows, rounds), 1), early=s.early if arch.clusters else 0)
 
 
 def _lean(b: Bound) -> bool:
@@ -97,9 +119,9 @@ def _lean(b: Bound) -> bool:
     return dim in (128, 256) and b.axes["rotary_dim"] == dim and b.axes["q_heads"] % _heads_per_warp(b) == 0 and b.scalars.get("upper_max") is None
 
 
-def _parts(b: Bound, steps: int) -> int:
+def _parts(b: Bound, s: Shape) -> int:
     """Warps that compute a row: some for q alone, some for k and v (Share of kernels/common/rope_units.cuh)."""
-    return sum(ceil_div(n, steps) for n in _units(b))
+    return sum(ceil_div(n, s.steps) for n in _units(b, s.way == "narrow"))
 
 
 def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
@@ -108,31 +130,38 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
     tokens, requests = a["tokens"], a["requests"]
     fp8 = b.op.endswith("_fp8")
     s = shape or shape_of(b, arch)
-    while s.ring and _parts(b, s.steps) >= MOST_WARPS:  # 160 heads or more
+    while s.way == "block" and _parts(b, s) >= MOST_WARPS:  # 160 heads or more
         s = s._replace(steps=s.steps + 1)
-    parts = _parts(b, s.steps)
+    parts = _parts(b, s)
     more = 0
     if fp8:
         more += ceil_div(requests * a["kv_heads"], FLAGS_PER_WARP)
         if b.scalars["q_quant"] == "dynamic" and b.scalars["is_prefill"]:
             more += requests * padded(b.scalars["max_q_len"]) // 32
     smem = 0
-    if s.ring:
-        smem = s.ring * _stage_bytes(b)
+    warps = s.warps if _lean(b) else min(s.warps, 16)  # four a scheduler have 128 registers
+    if s.way == "block":
+        smem = _stage_bytes(b)
         threads = 32 * (parts + 1)
-        warps = s.warps if threads > 96 and _lean(b) else min(s.warps, 16)  # four a scheduler have 128 registers
         most = max(min(32 * warps // threads, arch.smem // (smem + 1024)), 1)
-        grid, block = (max(min(max(tokens, ceil_div(more, parts)), most * arch.sms), 1), 1, 1), (threads, 1, 1)
+        grid, block = (max(tokens, 1), 1, 1), (threads, 1, 1)
+        how = "a row a block, by bulk copies"
+    elif s.way in ("many", "narrow"):
+        smem = s.block * 2 * (s.steps * 1024 + (ceil_div(4 * a["rotary_dim"], 16) * 16 if s.way == "many" else 0))
+        threads = 32 * s.block
+        most = warps // s.block
+        grid, block = (max(ceil_div(ceil_div(tokens, s.rows) * parts, s.block), 1), 1, 1), (threads, 1, 1)
+        how = f"{s.steps} KB each, of {s.rows} rows"
     else:
         # The tail is looked at by a warp of its own where warps have little to do.
         parts += int(s.steps < 4 and b.scalars["tail"] == "zero" and not (b.has("out_k") and b.has("out_v")))
         threads = THREADS
         most = 1 if s.block else max(32 * s.warps // threads, 1)
-        warps = tokens * parts + more
-        grid, block = ((max(ceil_div(warps, s.block), 1), 1, 1), (32 * s.block, 1, 1)) if s.block else _blocks(warps, arch)
+        count = tokens * parts + more
+        grid, block = ((max(ceil_div(count, s.block), 1), 1, 1), (32 * s.block, 1, 1)) if s.block else _blocks(count, arch)
+        how = f"{s.steps} KB each"
     written = [b.aligned[n] for n in ("q", "key_cache", "value_cache", "out_k", "out_v") if n in b.aligned]
     weights = [b.aligned[n] for n in ("q_norm_weight", "k_norm_weight") if n in b.aligned]
-    how = f"rows by bulk copies, {s.ring} a block" if s.ring else f"{s.steps} KB each"
     return Launch(
         grid,
         block,
@@ -144,7 +173,9 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
             "kMinBlocks": most,
             "kSteps": s.steps,
             "kParts": parts,
-            "kRing": s.ring,
+            "kBulk": int(s.way == "block"),
+            "kMany": int(s.way in ("many", "narrow")),
+            "kTogether": int(s.way == "narrow"),
             "kEarly": s.early,
             "kReadAlign": b.aligned["qkv"],
             "kWriteAlign": min(written),

@@ -96,14 +96,15 @@ struct IhcTensor {
         for (int at = 0; at < kChunkBytes; at += kAccess) {
           const int element = chunk * kChunk + at / static_cast<int>(sizeof(X));
           if (element < kLength) {
-            copy_async<kAccess>(to + at, from + element);
+            async_copy<kAccess>(to + at, from + element);
           } else {
             memset(to + at, 0, kAccess);
           }
         }
       }
     }
-    wait_for_copies();
+    async_commit();
+    async_wait<0>();
   }
 
   // The 8 weights at `from`; zeros where the row has ended `left` elements behind it.

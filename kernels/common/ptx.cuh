@@ -271,6 +271,39 @@ __device__ __forceinline__ void prefetch_line(const void* address) {
 #endif
 }
 
+// ---- copies from global to shared memory behind the program's back: 4, 8 or 16 bytes, aligned to their size --------
+//
+// The thread that asked sees the bytes after async_wait; others need a barrier as well. async_commit closes a group,
+// async_wait<n> returns when all but the last n groups have come.
+
+template <int kBytes>
+__device__ __forceinline__ void async_copy(void* to, const void* from) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what cp.async can copy");
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const unsigned int at = static_cast<unsigned int>(__cvta_generic_to_shared(to));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(kBytes) : "memory");
+  }
+#else
+  memcpy(to, from, kBytes);
+#endif
+}
+
+__device__ __forceinline__ void async_commit() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int kLast>
+__device__ __forceinline__ void async_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLast) : "memory");
+#endif
+}
+
 // ---- programmatic dependent launch --------------------------------------------------------------------------
 
 // Returns when the grid before this one in the stream is complete and its writes are visible. Nothing that it
@@ -323,28 +356,6 @@ __device__ __forceinline__ float2 load_of_block(const float2* local, int rank) {
 #else
   (void)rank;
   return *local;
-#endif
-}
-
-// ---- copies from global to shared memory that run in the background: 4, 8 or 16 bytes, aligned to that ----------
-
-template <int kBytes>
-__device__ __forceinline__ void copy_async(void* shared, const void* global) {
-#ifdef __CUDA_ARCH__
-  const unsigned int to = static_cast<unsigned int>(__cvta_generic_to_shared(shared));
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kBytes) : "memory");
-  }
-#else
-  memcpy(shared, global, kBytes);
-#endif
-}
-// Those of this thread are there.
-__device__ __forceinline__ void wait_for_copies() {
-#ifdef __CUDA_ARCH__
-  asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 

@@ -27,6 +27,8 @@ struct HeadLanes {
   static constexpr int lanes = slots > 16 ? 32 : slots > 8 ? 16 : slots > 4 ? 8 : slots > 2 ? 4 : slots > 1 ? 2 : 1;
   static constexpr int per_lane = (slots + lanes - 1) / lanes;
   static constexpr int heads_per_warp = 32 / lanes;
+  // Every lane has two chunks of 8 elements, in 16 bytes each (of a 16-bit type).
+  static constexpr bool full = slots == lanes * per_lane && single_chunks % 2 == 0 && per_lane * chunk == 8;
 
   // First element of chunk 0 or 1 of a slot; a chunk that would start at or behind kDim does not exist.
   static __device__ __forceinline__ int element(int slot, int which) {

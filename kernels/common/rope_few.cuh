@@ -90,14 +90,7 @@ __device__ __forceinline__ void few_rows(const RopeArgs<C>& a) {
     put_page<C::has_null>(m, read_page(m, row), row);
     if (row.placed) Rotated::load_angles(Rotated::first_angle(a, row.position), angles);
   }
-  row.page = warp_uniform(row.page);
-  row.slot = warp_uniform(row.slot);
-  row.request = warp_uniform(row.request);
-  row.place = warp_uniform(row.place);
-  const int flags = warp_uniform(row.last | row.live << 1 | row.stored << 2);
-  row.last = (flags & 1) != 0;
-  row.live = (flags & 2) != 0;
-  row.stored = (flags & 4) != 0;
+  row = row.of_lane(0);
   if (computes) {
     if (!share.only_q) invert<C>(scales);
     share.template finish<true>(a, row, token, raw, angles, weights, scales,

@@ -68,8 +68,12 @@ struct Metadata {
   int tokens, requests, positions, num_blocks, block_size, max_blocks, null_block;
 };
 
-// Metadata may be read before the previous grid has ended, as a guess: never from a cache that may be stale afterwards.
-__device__ __forceinline__ int load_fresh(const int* from) { return *static_cast<const volatile int*>(from); }
+// kFresh: metadata that may be read before the previous grid has ended, as a guess, must never come from a cache that
+// may be stale afterwards.
+template <bool kFresh = true>
+__device__ __forceinline__ int load_metadata(const int* from) {
+  return kFresh ? *static_cast<const volatile int*>(from) : *from;
+}
 
 // A request's new tokens are the rows from `first` to before `end`.
 struct Held {
@@ -81,13 +85,14 @@ struct Held {
   }
 };
 
+template <bool kFresh = true>
 __device__ __forceinline__ Held read_held(const Metadata& m, int request) {
   Held h;
   if (m.requests == 0) return h;
   h.request = request;
-  h.first = load_fresh(m.q_index + request);
-  h.end = load_fresh(m.q_index + request + 1);
-  h.seq_len = load_fresh(m.seq_lens + request);
+  h.first = load_metadata<kFresh>(m.q_index + request);
+  h.end = load_metadata<kFresh>(m.q_index + request + 1);
+  h.seq_len = load_metadata<kFresh>(m.seq_lens + request);
   return h;
 }
 
@@ -121,7 +126,7 @@ struct Guess {
 
   // What this lane must see to know that the plain loop ends at `request`.
   __device__ __forceinline__ int look(const Metadata& m) const {
-    return middle > 0 ? load_fresh(m.q_index + middle) : 0;
+    return middle > 0 ? load_metadata(m.q_index + middle) : 0;
   }
   __device__ __forceinline__ bool astray(int seen, int row) const { return middle > 0 && (seen <= row) != right; }
 };
@@ -145,6 +150,41 @@ struct Row {
   int column = -1;  // of the block table (-1: not to be read)
   int page = 0;
   int slot = 0;  // in the page
+
+  Row() = default;
+  __device__ __forceinline__ Row(int its_request, int its_place, int its_position, int its_page, int its_slot,
+                                 int flags)
+      : request(its_request),
+        place(its_place),
+        last((flags & 1) != 0),
+        placed((flags & 2) != 0),
+        live((flags & 4) != 0),
+        stored((flags & 8) != 0),
+        position(its_position),
+        page(its_page),
+        slot(its_slot) {}
+  __device__ __forceinline__ int flags() const { return last | placed << 1 | live << 2 | stored << 3; }
+
+  // That of another lane.
+  __device__ __forceinline__ Row of_lane(int lane) const {
+    const auto of = [lane](int value) { return __shfl_sync(kFullMask, value, lane); };
+    return {of(request), of(place), of(position), of(page), of(slot), of(flags())};
+  }
+};
+
+// Row, without its default values: shared memory starts undefined.
+struct SharedRow {
+  int request, place, position, page, slot, flags;
+
+  __device__ __forceinline__ void put(const Row& row) {
+    request = row.request;
+    place = row.place;
+    position = row.position;
+    page = row.page;
+    slot = row.slot;
+    flags = row.flags();
+  }
+  __device__ __forceinline__ Row get() const { return {request, place, position, page, slot, flags}; }
 };
 
 // All but the page. kPaged: there is one.
@@ -168,8 +208,9 @@ __device__ __forceinline__ Row place_row(const Metadata& m, const Held& h, int t
   return row;
 }
 
+template <bool kFresh = true>
 __device__ __forceinline__ int read_page(const Metadata& m, const Row& row) {
-  return row.column < 0 ? 0 : load_fresh(m.block_table + row.request * m.block_table_stride + row.column);
+  return row.column < 0 ? 0 : load_metadata<kFresh>(m.block_table + row.request * m.block_table_stride + row.column);
 }
 
 template <bool kHasNull>

@@ -1,4 +1,4 @@
-// One row of qkv in units of 1 KB (at head dim 128): arguments, q and k heads (v heads: common/rope_values.cuh).
+// One row of qkv in units of 1 KB (at head dim 128): q and k heads (v heads: common/rope_values.cuh).
 //
 // C is the Config of rope_norm_store_kv.cu: everything baked. A unit is what one warp holds in two registers of 16
 // bytes a lane (`raw`): C::Lanes::heads_per_warp heads of q and k, or 512 elements of v. What a unit's values become
@@ -6,92 +6,34 @@
 #pragma once
 
 #include "common/rope.cuh"
-#include "common/rope_place.cuh"
+#include "common/rope_args.cuh"
 
 namespace hccupy {
 
-enum { kPolicyNone = 0, kRopeThenNorm = 1, kNormThenRope = 2 };
-// Bits of C::early, what is done before the previous grid has ended: ask for the row and the weights in L2; read the
-// metadata as it is then (a guess, checked afterwards) and ask for the angles and the tail.
-enum { kEarlyRow = 1, kEarlyGuess = 2 };
-constexpr int kFlagsPerWarp = 128;  // of split_k_flag
-constexpr float kLargestFloat = 3.402823466e38f;
-constexpr float kSmallestAbsmax = 1e-12f;
-
-template <class C>
-struct RopeArgs {
-  using In = typename Element<C::qkv_dtype>::Type;
-  using Store = typename Element<C::store_dtype>::Type;
-  using QWeight = typename Element<C::q_weight_dtype>::Type;
-  using KWeight = typename Element<C::k_weight_dtype>::Type;
-  struct Strides {
-    long long block, slot, head;
-  };
-
-  Metadata metadata;
-  const In* qkv;
-  long long qkv_stride;
-  const float* cos_sin;
-  const QWeight* q_weight;
-  const KWeight* k_weight;
-  float norm_eps, norm_weight_offset;
-  Store *key_cache, *value_cache;
-  Strides key, value;
-  Store *q, *out_k, *out_v;
-  Strides q_strides, out_k_strides, out_v_strides;  // slot: of the tokens
-  const float *k_scale, *v_scale, *q_scale_inv;
-  float* q_scale;
-  int* split_k_flag;
-  float upper_max;
-  int padded_q_len;  // 0: q_scale is [tokens, q_heads]
-
-  __device__ __forceinline__ Store* at(Store* base, const Strides& s, long long block, long long slot, int head) const {
-    return base + block * s.block + slot * s.slot + head * s.head;
-  }
-  __device__ __forceinline__ Store* key_of(const Row& row, int token, int head) const {
-    if constexpr (C::has_out_k) return at(out_k, out_k_strides, 0, token, head);
-    return at(key_cache, key, row.page, row.slot, head);
-  }
-  __device__ __forceinline__ Store* value_of(const Row& row, int token, int head) const {
-    if constexpr (C::has_out_v) return at(out_v, out_v_strides, 0, token, head);
-    return at(value_cache, value, row.page, row.slot, head);
-  }
-};
-
-// What K, V and static q are multiplied by (fp8).
-struct Scales {
-  float q = 1.0f, k = 1.0f, v = 1.0f;
-};
-
-// value * inverse, held inside +-bound; NaN stays NaN (comparisons with it are false). Without an upper_max the bound
-// is the largest e4m3, where the conversion saturates by itself. A zero is written out as value * inverse + zero.
-template <bool kBounded>
-__device__ __forceinline__ float quantised(float value, float inverse, float zero, float bound) {
-  const float scaled = fmaf(value, inverse, zero);
-  if constexpr (!kBounded) return scaled;
-  return scaled > bound ? bound : scaled < -bound ? -bound : scaled;
-}
-
 // ---- q and k ------------------------------------------------------------------------------------------------
 
-// A unit is C::Lanes::heads_per_warp heads: q heads first, then k heads.
+// A unit is C::Lanes::heads_per_warp heads: of one row, q heads first, then k heads; or, C::together, the same head of
+// so many rows.
 template <class C>
 struct RotatedHeads {
   using L = typename C::Lanes;
   using InPack = Pack<C::qkv_dtype, L::chunk>;
   using StorePack = Pack<C::store_dtype, L::chunk>;
   static constexpr int heads = C::q_heads + C::kv_heads;
-  static constexpr int units = (heads + L::heads_per_warp - 1) / L::heads_per_warp;
-  static constexpr int q_units = C::q_heads / L::heads_per_warp;      // those that hold nothing but q
-  static constexpr bool mixed = C::q_heads % L::heads_per_warp != 0;  // a unit has both
+  static constexpr int of_row = C::together ? 1 : L::heads_per_warp;  // heads of one row in a unit
+  static constexpr int units = (heads + of_row - 1) / of_row;
+  static constexpr int q_units = C::q_heads / of_row;      // those that hold nothing but q
+  static constexpr bool mixed = C::q_heads % of_row != 0;  // a unit has both
   static constexpr bool normed = C::policy != kPolicyNone;
-  static constexpr bool whole = heads % L::heads_per_warp == 0;  // every unit is full
-  static constexpr int elements = L::heads_per_warp * C::dim;    // of a unit
+  static constexpr bool whole = heads % of_row == 0;  // every unit is full
+  static constexpr int elements = of_row * C::dim;    // of a unit and row
   static_assert(L::per_lane * sizeof(InPack) <= sizeof(uint4),
                 "a lane's part of a half head must fit its register slot");
 
   static __device__ __forceinline__ int slot(int k) { return lane_index() % L::lanes + k * L::lanes; }
-  static __device__ __forceinline__ int head(int unit) { return unit * L::heads_per_warp + lane_index() / L::lanes; }
+  static __device__ __forceinline__ int head(int unit) {
+    return C::together ? unit : unit * of_row + lane_index() / L::lanes;
+  }
 
   // Chunk `which` of slot k of this lane, in elements behind its first chunk.
   static __device__ __forceinline__ int behind(int k, int which) {
@@ -103,19 +45,24 @@ struct RotatedHeads {
     return row + head(unit) * C::dim + L::element(slot(0), 0);
   }
 
-  // load_pack(address): a pack. Lanes without elements hold zeros.
+  // do_pack(k, which) for the packs of this lane that exist.
+  template <class Do>
+  static __device__ __forceinline__ void each_pack(int unit, Do do_pack) {
+    if (!whole && head(unit) >= heads) return;
+#pragma unroll
+    for (int k = 0; k < L::per_lane; ++k)
+#pragma unroll
+      for (int which = 0; which < 2; ++which)
+        if (L::exists(slot(k), which)) do_pack(k, which);
+  }
+  // load_pack(k, which): a pack. Lanes without elements hold zeros.
   template <class Load>
-  static __device__ __forceinline__ void raw_by(const typename RopeArgs<C>::In* first, int unit, uint4 (&raw)[2],
-                                                Load load_pack) {
-#pragma unroll
-    for (int k = 0; k < L::per_lane; ++k) {
-#pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        InPack pack = InPack::zeros();
-        if ((whole || head(unit) < heads) && L::exists(slot(k), which)) pack = load_pack(first + behind(k, which));
-        memcpy(reinterpret_cast<char*>(&raw[which]) + k * sizeof pack, &pack, sizeof pack);
-      }
-    }
+  static __device__ __forceinline__ void raw_by(int unit, uint4 (&raw)[2], Load load_pack) {
+    memset(raw, 0, sizeof raw);
+    each_pack(unit, [&](int k, int which) {
+      const InPack pack = load_pack(k, which);
+      memcpy(reinterpret_cast<char*>(&raw[which]) + k * sizeof pack, &pack, sizeof pack);
+    });
   }
 
   static constexpr int kAngles = C::interleaved ? L::chunk / 2 : L::chunk;
@@ -255,16 +202,31 @@ struct RotatedHeads {
     }
   }
 
-  // 1 / sqrt(mean of squares + eps) of each head, in all its lanes, times 1 / kDown.
-  static __device__ __forceinline__ float gain_of(const RopeArgs<C>& a, const float (&x)[L::per_lane][2][L::chunk]) {
-    float sum[2] = {0.0f, 0.0f};  // two chains, to wait less
+  // A lane's part of the sum of squares, and of the largest magnitude, of its head: two chains each, to wait less.
+  // (Both reduced over lanes in one go, rotated first: ptxas puts one chain of shuffles behind the other all the same.)
+  static __device__ __forceinline__ float squares(const float (&x)[L::per_lane][2][L::chunk]) {
+    float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
       for (int which = 0; which < 2; ++which)
 #pragma unroll
         for (int i = 0; i < L::chunk; ++i) sum[which] = fmaf(x[k][which][i], x[k][which][i], sum[which]);
-    return inverse_rms_of_head<C::dim>(warp_sum<L::lanes>(sum[0] + sum[1]), a.norm_eps) * (1.0f / kDown);
+    return sum[0] + sum[1];
+  }
+  static __device__ __forceinline__ float largest(const float (&x)[L::per_lane][2][L::chunk]) {
+    float most[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < L::per_lane; ++k)
+#pragma unroll
+      for (int which = 0; which < 2; ++which)
+#pragma unroll
+        for (int i = 0; i < L::chunk; ++i) most[which] = fmaxf(most[which], fabsf(x[k][which][i]));
+    return fmaxf(most[0], most[1]);
+  }
+
+  static __device__ __forceinline__ float gain_of(const RopeArgs<C>& a, const float (&x)[L::per_lane][2][L::chunk]) {
+    return inverse_rms_of_head<C::dim>(warp_sum<L::lanes>(squares(x)), a.norm_eps) * (1.0f / kDown);
   }
 
   // x of a head, turned and weighted; what remains to multiply it by comes back.
@@ -302,66 +264,54 @@ struct RotatedHeads {
     return gain;
   }
 
-  // Multiplies x of one head by its gain and, for fp8, quantises it; returns what it can be multiplied back with
-  // (dynamic q).
-  static __device__ __forceinline__ float finish_values(const RopeArgs<C>& a, bool is_q, const Scales& scales,
-                                                        float gain, float (&x)[L::per_lane][2][L::chunk]) {
-    float scale = 0.0f;
-    float factor = C::fp8 ? gain * (is_q ? scales.q : scales.k) : gain;
-    float zero = -0.0f;                     // leaves every product as it is
+  // What x, turned and weighted, is multiplied by, and what is added to it first (fp8: see quantised).
+  struct Factor {
+    float by;
+    float zero = -0.0f;  // leaves every product as it is
+    float scale = 0.0f;  // what q can be multiplied back with (dynamic q)
+  };
+  static __device__ __forceinline__ Factor factor_of(const RopeArgs<C>& a, bool is_q, const Scales& scales, float gain,
+                                                     const float (&x)[L::per_lane][2][L::chunk]) {
+    Factor f{C::fp8 ? gain * (is_q ? scales.q : scales.k) : gain};
     if (C::dynamic_q && (mixed || is_q)) {  // not mixed: the same in all lanes
-      float largest[2] = {0.0f, 0.0f};
-#pragma unroll
-      for (int k = 0; k < L::per_lane; ++k)
-#pragma unroll
-        for (int which = 0; which < 2; ++which)
-#pragma unroll
-          for (int i = 0; i < L::chunk; ++i) largest[which] = fmaxf(largest[which], fabsf(x[k][which][i]));
       // A gain of NaN, or of 0 beside an infinity, leaves nothing but NaN and zeros.
-      const float scaled = fmaxf(warp_max<L::lanes>(fmaxf(largest[0], largest[1])) * gain, 0.0f);
-      const float absmax = fminf(scaled, kLargestFloat);
+      const float absmax = fminf(fmaxf(warp_max<L::lanes>(largest(x)) * gain, 0.0f), kLargestFloat);
       const float at_least = fmaxf(absmax, kSmallestAbsmax);
-      scale = C::bounded ? at_least / a.upper_max : divided_by<448>(at_least);
+      f.scale = C::bounded ? at_least / a.upper_max : divided_by<448>(at_least);
       if (is_q) {
-        factor = gain * (C::bounded ? 1.0f / scale : reciprocal(scale));
-        zero = absmax == 0.0f ? 0.0f : -0.0f;  // an all-zero head has no negative zeros
+        f.by = gain * (C::bounded ? 1.0f / f.scale : reciprocal(f.scale));
+        f.zero = absmax == 0.0f ? 0.0f : -0.0f;  // an all-zero head has no negative zeros
       }
     }
-    if constexpr (C::fp8 || normed) {
-#pragma unroll
-      for (int k = 0; k < L::per_lane; ++k)
-#pragma unroll
-        for (int which = 0; which < 2; ++which)
-#pragma unroll
-          for (int i = 0; i < L::chunk; ++i) {
-            float& value = x[k][which][i];
-            value = C::fp8 ? quantised<C::bounded>(value, factor, zero, a.upper_max) : value * factor;
-          }
-    }
-    return scale;
+    return f;
   }
 
   // Where this lane's head of a unit goes: its first element's address, and its place in q_scale (dynamic q); and the
-  // way from there to the warp's next unit, `apart` units on.
+  // way from there to the next unit.
   struct Target {
     typename RopeArgs<C>::Store* to;
     float* scale;
-    long long step;
-    long long scale_step;
+    long long step, scale_step;
+    bool is_q, stored, scaled;
   };
-  static __device__ __forceinline__ Target target(const RopeArgs<C>& a, const Row& row, int token, int unit, int apart,
+  // `only_q`: of a unit that is not mixed, does it hold q?
+  static __device__ __forceinline__ Target target(const RopeArgs<C>& a, const Row& row, int token, int unit,
                                                   bool only_q) {
     const int h = head(unit);
-    const bool is_q = mixed ? h < C::q_heads : only_q;
     Target t;
-    t.to = (is_q ? a.at(a.q, a.q_strides, 0, token, h) : a.key_of(row, token, h - C::q_heads)) + L::element(slot(0), 0);
-    t.scale = a.q_scale;
+    t.is_q = mixed ? h < C::q_heads : only_q;
+    t.stored = (!C::together || token >= 0) && (t.is_q || C::has_out_k || row.stored);
+    t.to =
+        (t.is_q ? a.at(a.q, a.q_strides, 0, token, h) : a.key_of(row, token, h - C::q_heads)) + L::element(slot(0), 0);
+    t.step = of_row * (only_q ? a.q_strides.head : C::has_out_k ? a.out_k_strides.head : a.key.head);
     if constexpr (C::dynamic_q) {
-      t.scale += C::padded_scale ? (static_cast<long long>(row.request) * C::q_heads + h) * a.padded_q_len + row.place
-                                 : static_cast<long long>(token) * C::q_heads + h;
+      t.scale = a.q_scale + (C::padded_scale
+                                 ? (static_cast<long long>(row.request) * C::q_heads + h) * a.padded_q_len + row.place
+                                 : static_cast<long long>(token) * C::q_heads + h);
+      t.scale_step = static_cast<long long>(of_row) * (C::padded_scale ? a.padded_q_len : 1);
+      t.scaled = t.is_q && t.stored && lane_index() % L::lanes == 0 &&
+                 (!C::padded_scale || (row.request >= 0 && row.place < a.padded_q_len));
     }
-    t.step = apart * L::heads_per_warp * (only_q ? a.q_strides.head : C::has_out_k ? a.out_k_strides.head : a.key.head);
-    t.scale_step = static_cast<long long>(apart) * L::heads_per_warp * (C::padded_scale ? a.padded_q_len : 1);
     return t;
   }
   static __device__ __forceinline__ void advance(Target& t) {
@@ -369,11 +319,17 @@ struct RotatedHeads {
     if constexpr (C::dynamic_q) t.scale += t.scale_step;
   }
 
-  // A row that is padding or bad gives zeros to every output and nothing to the caches. `only_q`: of a unit that is not
-  // mixed, does it hold q?
-  static __device__ __forceinline__ void finish(const RopeArgs<C>& a, const Row& row, int unit, bool only_q,
-                                                const Target& target, const uint4 (&raw)[2], const Turn& t,
-                                                const Scales& scales) {
+  // A row that is not live (padding or bad) gives zeros to every output and nothing to the caches. (Of several rows
+  // together some may be: all lanes go through the shuffles.)
+  static __device__ __forceinline__ void finish(const RopeArgs<C>& a, bool live, int unit, const Target& target,
+                                                const uint4 (&raw)[2], const Turn& t, const Scales& scales) {
+    if (!C::together && !live) {
+      if constexpr (C::dynamic_q) {
+        if (target.scaled) *target.scale = 0.0f;
+      }
+      store(unit, target, [](int, int) { return StorePack::zeros(); });
+      return;
+    }
     float x[L::per_lane][2][L::chunk];
 #pragma unroll
     for (int k = 0; k < L::per_lane; ++k)
@@ -384,22 +340,31 @@ struct RotatedHeads {
         unpack<C::qkv_dtype>(pack, x[k][which]);
       }
     const float gain = turn(a, t, x);
-    const int h = head(unit);
-    const bool is_q = mixed ? h < C::q_heads : only_q;
-    const float scale = finish_values(a, is_q, scales, gain, x);
+    const Factor factor = factor_of(a, target.is_q, scales, gain, x);
     if constexpr (C::dynamic_q) {
-      const bool has_place = !C::padded_scale || (row.request >= 0 && row.place < a.padded_q_len);
-      if (is_q && has_place && lane_index() % L::lanes == 0) *target.scale = row.live ? scale : 0.0f;
+      if (target.scaled) *target.scale = C::together && !live ? 0.0f : factor.scale;
     }
-    if (!whole && h >= heads) return;
-    if (!is_q && !C::has_out_k && !row.stored) return;
+    if constexpr (C::fp8 || normed) {
 #pragma unroll
-    for (int k = 0; k < L::per_lane; ++k)
+      for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
-      for (int which = 0; which < 2; ++which)
-        if (L::exists(slot(k), which))
-          store_aligned<C::write_align, C::store_dtype, L::chunk>(
-              target.to + behind(k, which), row.live ? StorePack::from_floats(x[k][which]) : StorePack::zeros());
+        for (int which = 0; which < 2; ++which)
+#pragma unroll
+          for (int i = 0; i < L::chunk; ++i) {
+            float& value = x[k][which][i];
+            value = C::fp8 ? quantised<C::bounded>(value, factor.by, factor.zero, a.upper_max) : value * factor.by;
+          }
+    }
+    store(unit, target, [&](int k, int which) {
+      return C::together && !live ? StorePack::zeros() : StorePack::from_floats(x[k][which]);
+    });
+  }
+  template <class Values>
+  static __device__ __forceinline__ void store(int unit, const Target& target, Values values) {
+    if (!target.stored) return;
+    each_pack(unit, [&](int k, int which) {
+      store_aligned<C::write_align, C::store_dtype, L::chunk>(target.to + behind(k, which), values(k, which));
+    });
   }
 };
 

@@ -49,7 +49,7 @@ struct Tail {
   // Not 0, in some lane, if the tail is to be cleared. Few rows: both caches in one trip to memory (48 registers).
   __device__ __forceinline__ unsigned int look() const {
     unsigned int found = 0;
-    each_cache<(C::ring > 0)>([&](auto vectors, const char* first, long long slot, long long head) {
+    each_cache<(C::bulk || C::many)>([&](auto vectors, const char* first, long long slot, long long head) {
       using Of = decltype(vectors);
       found |= Of::template bits<Of::count>(first, head);
       found |= Of::template bits<(Of::count + 1) / 2>(first + (behind - 1) * slot, head);

@@ -15,22 +15,21 @@ struct Share {
   static constexpr int warps = q_warps + kv_warps;
   static constexpr int row_elements = (C::q_heads + C::kv_heads) * C::dim + C::kv_heads * C::v_dim;
 
-  // Unit first, first + apart, ... before end.
   bool only_q;
-  int first, apart, end;
+  int first, end;  // its units
 
   __device__ __forceinline__ explicit Share(int part) {
     only_q = part < q_warps;
-    first = only_q ? part : Rotated::q_units + part - q_warps;
-    apart = only_q ? q_warps : kv_warps;
-    end = only_q ? Rotated::q_units : units;
+    first = only_q ? part * C::steps : Rotated::q_units + (part - q_warps) * C::steps;
+    const int last = only_q ? Rotated::q_units : units;
+    end = first + C::steps < last ? first + C::steps : last;
   }
 
   // Asks for its part of a row in L2: eight lanes a unit.
   __device__ __forceinline__ void prefetch(const typename RopeArgs<C>::In* row) const {
     constexpr int kLine = 128 / static_cast<int>(sizeof *row);
 #pragma unroll 1
-    for (int unit = first + lane_index() / 8 * apart; unit < end; unit += 4 * apart) {
+    for (int unit = first + lane_index() / 8; unit < end; unit += 4) {
       const bool rotated = unit < Rotated::units;
       const int start = rotated ? unit * Rotated::elements
                                 : (C::q_heads + C::kv_heads) * C::dim + (unit - Rotated::units) * V::elements;
@@ -50,45 +49,50 @@ struct Share {
                                                                       int unit) const {
     return unit < Rotated::units ? Rotated::first_of(row, unit) : V::first_of(row, unit - Rotated::units);
   }
-  __device__ __forceinline__ void load(const typename RopeArgs<C>::In* from, int unit, uint4 (&raw)[2]) const {
+  // A unit by do_rotated(k, which, address) or do_v(k, address) for each of its packs.
+  template <class Rotate, class Value>
+  static __device__ __forceinline__ void by(const typename RopeArgs<C>::In* from, int unit, uint4 (&raw)[2],
+                                            Rotate rotated, Value value) {
     if (unit < Rotated::units) {
-      Rotated::raw_by(from, unit, raw, [](const auto* at) {
-        return load_aligned<C::read_align, C::qkv_dtype, C::Lanes::chunk, Cached::kOnce>(at);
-      });
+      Rotated::raw_by(unit, raw, [&](int k, int which) { return rotated(from + Rotated::behind(k, which)); });
     } else {
-      V::raw_by(from, unit - Rotated::units, raw,
-                [](const auto* at) { return load_aligned<C::read_align, C::qkv_dtype, 8, Cached::kOnce>(at); });
+      V::raw_by(unit - Rotated::units, raw, [&](int k) { return value(from + k * V::apart); });
     }
+  }
+  __device__ __forceinline__ void load(const typename RopeArgs<C>::In* from, int unit, uint4 (&raw)[2]) const {
+    by(
+        from, unit, raw,
+        [](const auto* at) { return load_aligned<C::read_align, C::qkv_dtype, C::Lanes::chunk, Cached::kOnce>(at); },
+        [](const auto* at) { return load_aligned<C::read_align, C::qkv_dtype, 8, Cached::kOnce>(at); });
   }
   // The same from shared memory.
   __device__ __forceinline__ void load_near(const typename RopeArgs<C>::In* from, int unit, uint4 (&raw)[2]) const {
-    if (unit < Rotated::units) {
-      Rotated::raw_by(from, unit, raw, [](const auto* at) { return Rotated::InPack::load(at); });
-    } else {
-      V::raw_by(from, unit - Rotated::units, raw, [](const auto* at) { return V::InPack::load(at); });
-    }
+    by(
+        from, unit, raw, [](const auto* at) { return Rotated::InPack::load(at); },
+        [](const auto* at) { return V::InPack::load(at); });
   }
 
-  // All its units of a row. `raw`: the first, if kAhead; load(unit, raw) brings the others, a unit ahead.
+  // All its units of a row. load(unit, raw) brings a unit. kAhead: raw holds the first already, and the next is asked
+  // for before a unit is worked on.
   template <bool kAhead, class Load>
   __device__ __forceinline__ void finish(const RopeArgs<C>& a, const Row& row, int token, uint4 (&raw)[2],
                                          const typename Rotated::Angles& angles, typename Rotated::Weights& weights,
                                          const Scales& scales, Load load_unit) const {
     typename Rotated::Turn turn;
     Rotated::prepare(a, angles, weights, turn);
-    typename Rotated::Target target = Rotated::target(a, row, token, first, apart, only_q);
+    typename Rotated::Target target = Rotated::target(a, row, token, first, only_q);
 #pragma unroll 1
-    for (int unit = first; unit < end; unit += apart) {
+    for (int unit = first; unit < end; ++unit) {
       uint4 next[2];
       if constexpr (!kAhead) load_unit(unit, raw);
-      if (kAhead && C::steps > 1 && unit + apart < end) load_unit(unit + apart, next);
+      if (kAhead && C::steps > 1 && unit + 1 < end) load_unit(unit + 1, next);
       if (unit < Rotated::units) {
         if (Rotated::mixed && unit != first) {  // a unit of q and k, then units of k
           load_weights(a, unit, weights);
           Rotated::prepare(a, angles, weights, turn);
-          target = Rotated::target(a, row, token, unit, apart, only_q);
+          target = Rotated::target(a, row, token, unit, only_q);
         }
-        Rotated::finish(a, row, unit, only_q, target, raw, turn, scales);
+        Rotated::finish(a, row.live, unit, target, raw, turn, scales);
         if constexpr (!Rotated::mixed) Rotated::advance(target);
       } else {
         V::finish(a, row, token, unit - Rotated::units, raw, scales);

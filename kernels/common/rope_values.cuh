@@ -5,28 +5,34 @@
 
 namespace hccupy {
 
-// A unit is two chunks of 8 elements a lane.
+// A unit is two chunks of 8 elements a lane, of a row or of several together.
 template <class C>
 struct Values {
+  static constexpr int lanes = C::together ? C::Lanes::lanes : 32;  // of a row
   static constexpr int chunks = C::kv_heads * C::v_dim / 8;
-  static constexpr int units = (chunks + 63) / 64;
-  static constexpr bool whole = chunks % 64 == 0;
-  static constexpr int elements = 512;  // of a unit
+  static constexpr int units = (chunks + 2 * lanes - 1) / (2 * lanes);
+  static constexpr bool whole = chunks % (2 * lanes) == 0;
+  static constexpr int apart = 8 * lanes;      // elements from a lane's first chunk to its second
+  static constexpr int elements = 16 * lanes;  // of a unit and row
   using InPack = Pack<C::qkv_dtype, 8>;
   using StorePack = Pack<C::store_dtype, 8>;
 
-  static __device__ __forceinline__ int chunk(int unit, int k) { return (unit * 2 + k) * 32 + lane_index(); }
+  static __device__ __forceinline__ int chunk(int unit, int k) { return (unit * 2 + k) * lanes + lane_index() % lanes; }
 
   static __device__ __forceinline__ const typename RopeArgs<C>::In* first_of(const typename RopeArgs<C>::In* row,
                                                                              int unit) {
     return row + (C::q_heads + C::kv_heads) * C::dim + chunk(unit, 0) * 8;
   }
-  template <class Load>
-  static __device__ __forceinline__ void raw_by(const typename RopeArgs<C>::In* first, int unit, uint4 (&raw)[2],
-                                                Load load_pack) {
+  // do_pack(k) for the packs of this lane that exist.
+  template <class Do>
+  static __device__ __forceinline__ void each_pack(int unit, Do do_pack) {
 #pragma unroll
     for (int k = 0; k < 2; ++k)
-      if (whole || chunk(unit, k) < chunks) raw[k] = load_pack(first + k * 256).words[0];
+      if (whole || chunk(unit, k) < chunks) do_pack(k);
+  }
+  template <class Load>
+  static __device__ __forceinline__ void raw_by(int unit, uint4 (&raw)[2], Load load_pack) {
+    each_pack(unit, [&](int k) { raw[k] = load_pack(k).words[0]; });
   }
 
   static __device__ __forceinline__ StorePack stored(const RopeArgs<C>& a, const InPack& pack, float inverse) {
@@ -43,16 +49,15 @@ struct Values {
 
   static __device__ __forceinline__ void finish(const RopeArgs<C>& a, const Row& row, int token, int unit,
                                                 const uint4 (&raw)[2], const Scales& scales) {
-    if (!(C::has_out_v || row.stored)) return;
-#pragma unroll 1  // one body: fewer registers, less to compile
-    for (int k = 0; k < 2; ++k) {
-      const InPack pack{{k == 0 ? raw[0] : raw[1]}};
-      const int element = chunk(unit, k) * 8;
-      if (whole || chunk(unit, k) < chunks)
-        store_aligned<C::write_align, C::store_dtype, 8>(
-            a.value_of(row, token, element / C::v_dim) + element % C::v_dim,
-            row.live ? stored(a, pack, scales.v) : StorePack::zeros());
-    }
+    if (!(C::has_out_v || row.stored) || (C::together && token < 0)) return;
+    auto* first = a.value_of(row, token, 0);
+    const long long head = C::has_out_v ? a.out_v_strides.head : a.value.head;
+    each_pack(unit, [&](int k) {
+      const unsigned int element = chunk(unit, k) * 8;  // unsigned: divided by a shift
+      store_aligned<C::write_align, C::store_dtype, 8>(
+          first + element / C::v_dim * head + element % C::v_dim,
+          row.live ? stored(a, InPack{{raw[k]}}, scales.v) : StorePack::zeros());
+    });
   }
 };
 
