@@ -52,7 +52,11 @@ def test_ihc_G3_channel_counts(op, hc, rng):
         checks.case_is_right(REGISTRY[op], case, rng, TORCH)
 
 
-@pytest.mark.parametrize(("hc", "hidden", "dtype"), [(4, 6144, "bfloat16"), (4, 4096, "float16"), (2, 576, "float32"), (3, 257, "bfloat16")])
+# Shapes of each kind of kernel: sm_90a, tensor, portable.
+KINDS = [(4, 6144, "bfloat16"), (4, 4096, "float16"), (8, 1024, "bfloat16"), (4, 2052, "float32"), (2, 576, "float32"), (3, 257, "bfloat16")]
+
+
+@pytest.mark.parametrize(("hc", "hidden", "dtype"), KINDS)
 @pytest.mark.parametrize("op", checks.IHC)
 def test_ihc_G8_batch_invariance(op, hc, hidden, dtype, rng):
     checks.batch_invariant(op, hc, hidden, dtype, SIZES, rng, TORCH)
@@ -90,7 +94,7 @@ def test_ihc_strides_do_not_matter(op, hc, hidden, dtype, rng):
     checks.strides_do_not_matter(op, hc, hidden, dtype, rng, TORCH)
 
 
-@pytest.mark.parametrize(("hc", "hidden", "dtype"), [(4, 6144, "bfloat16"), (4, 7168, "float16"), (2, 576, "float32"), (3, 257, "bfloat16")])
+@pytest.mark.parametrize(("hc", "hidden", "dtype"), [*KINDS, (4, 7168, "float16")])
 def test_ihc_fused_is_composed(hc, hidden, dtype, rng):
     for tokens in (1, 33, 130, 1000):
         checks.fused_is_composed(hc, hidden, tokens, dtype, rng, TORCH)
@@ -99,14 +103,16 @@ def test_ihc_fused_is_composed(hc, hidden, dtype, rng):
 @pytest.mark.parametrize("on", params([a for a in GPU if a.mutable]))
 def test_ihc_in_place(on, rng):
     checks.in_place(4, 6144, "bfloat16", rng, on)
+    checks.in_place(8, 1028, "bfloat16", rng, on)
     checks.in_place(3, 41, "bfloat16", rng, on)
 
 
+@pytest.mark.parametrize(("hc", "hidden"), [(4, 6144), (4, 4100), (8, 1024)])
 @pytest.mark.parametrize("tokens", [1, 127, 128, 2048])
-def test_ihc_G10_weights_that_cancel(tokens, rng):
+def test_ihc_G10_weights_that_cancel(tokens, hc, hidden, rng):
     """No accuracy step at any internal switch, with weights whose products cancel."""
     spec = REGISTRY["ihc_pre"]
-    given = spec.make_inputs(Case("cancel", {"tokens": tokens, "hc": 4, "hidden": 6144}, spec.cases[0].scalars, "bfloat16"), rng)
+    given = spec.make_inputs(Case("cancel", {"tokens": tokens, "hc": hc, "hidden": hidden}, spec.cases[0].scalars, "bfloat16"), rng)
     flat = given["x"].reshape(tokens, -1)
     half = flat.shape[1] // 2
     flat[:, half:] = flat[:, :half]
@@ -121,7 +127,7 @@ def test_ihc_redzones(op, rng):
     import torch
 
     spec = REGISTRY[op]
-    for tokens, hidden in ((1, 6144), (77, 6144), (3, 257)):
+    for tokens, hidden in ((1, 6144), (77, 6144), (19, 4100), (3, 257)):
         given = {
             k: TORCH.put(v)
             for k, v in spec.make_inputs(Case("red", {"tokens": tokens, "hc": 4, "hidden": hidden}, spec.cases[0].scalars, "bfloat16"), rng).items()
