@@ -67,6 +67,9 @@ def ihc_pre(
     mixes = (flat(xf) @ w.T) * r; h_pre = sigmoid(mixes[:hc] * hc_scale[0] + hc_base[:hc]) + hc_eps;
     h_post = magnitude * sigmoid(mixes[hc:] * hc_scale[1] + hc_base[hc:]) + hc_eps; y = sum_i h_pre[i] * xf[i].
     A row's bits do not depend on the other rows, their number, or strides.
+
+    On sm_90a, w, hc_scale, hc_base and rms_weight are fetched while the kernel before this one on the stream may still be
+    at work: one that writes them and lets its successor start early (programmatic dependent launch) must not be that kernel.
     """
     given = (x, w, hc_scale, hc_base, norm_eps, hc_eps, magnitude, rms_weight, rms_eps, round_before_norm)
     return run(REGISTRY["ihc_pre"], given, (out, h_post_out), stream)
@@ -78,7 +81,7 @@ def ihc_head(
     rms_weight: Array | None = None, rms_eps: float = 1e-5, round_before_norm: bool = True,
     *, out: Array | None = None, stream: Any = None,
 ) -> Any:  # fmt: skip
-    """As ihc_pre with one gate a channel and no h_post."""
+    """As ihc_pre, also in what it says of weights, with one gate a channel and no h_post."""
     given = (x, w, hc_scale, hc_base, norm_eps, hc_eps, rms_weight, rms_eps, round_before_norm)
     return run(REGISTRY["ihc_head"], given, (out,), stream)
 

@@ -121,6 +121,12 @@ def test_ihc_G10_weights_that_cancel(tokens, hc, hidden, rng):
     checks.verify(spec, given, checks.call("ihc_pre", given, TORCH), TORCH)
 
 
+@pytest.mark.parametrize(("hc", "hidden", "dtype"), [k for k in KINDS if k[2] != "float16"])
+@pytest.mark.parametrize("op", ["ihc_pre", "ihc_head", "ihc_post_pre"])
+def test_ihc_squares_that_overflow(op, hc, hidden, dtype, rng):
+    checks.rows_that_overflow(op, hc, hidden, dtype, rng, lambda given: checks.call(op, given, TORCH))
+
+
 @pytest.mark.parametrize("op", checks.IHC)
 def test_ihc_redzones(op, rng):
     """Bytes before and after every output stay as they were."""

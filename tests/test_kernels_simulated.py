@@ -32,6 +32,14 @@ def test_ihc_kernels_against_fp64(spec, case, rng, monkeypatch):
         checks.verify(spec, given, simulate(spec, given, 1, "sm_90a"), NUMPY)
 
 
+@pytest.mark.parametrize(("hc", "hidden", "dtype"), [(4, 600, "bfloat16"), (8, 40, "float32")])
+@pytest.mark.parametrize("op", ["ihc_pre", "ihc_head", "ihc_post_pre"])
+def test_ihc_kernels_where_squares_overflow(op, hc, hidden, dtype, rng, monkeypatch):
+    monkeypatch.setattr(ihc_launch, "TENSOR_LEAST", 0)
+    for target in ("sm_80", "sm_90a"):
+        checks.rows_that_overflow(op, hc, hidden, dtype, rng, lambda given, target=target: simulate(REGISTRY[op], given, 1, target))
+
+
 @pytest.mark.parametrize("build", BUILDS, ids=["plain", "ubsan", "watch"])
 @pytest.mark.parametrize("op", checks.IHC)
 def test_ihc_kernels_sanitized(op, build, rng, monkeypatch):

@@ -57,7 +57,7 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
         some = half  # two tiles each. pre at 112 tokens: 7 clusters 5.4, 8 5.9, 14 5.4
     elif tokens <= 3 * TILE * (most - 2):
         some = most - 2  # two of the next grid get in. 256 tokens: pre 13 clusters 8.14, 12 8.20, 15 9.0
-    elif not more and tokens <= 5 * TILE * (most - 1):
+    elif not more and most >= 8 and tokens <= 5 * TILE * (most - 1):
         some = most - 1  # pre at 512 tokens: 15 clusters 12.25, 14 11.98, 13 12.06
     clusters = max(1, min(some, most))
     smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
