@@ -157,7 +157,7 @@ def rope_norm_store_kv_fp8(
 
 @documented(REGISTRY["store_kv"])
 def store_kv(cache: Array, src: Array, slot_mapping: Array, *, null_block: int | None = None, stream: Any = None) -> Any:
-    """Row n of src goes to slot slot_mapping[n]; negative and out-of-range slots are skipped; of duplicates any one wins."""
+    """Row n of src goes to slot slot_mapping[n]; negative and out-of-range slots are skipped; of duplicates any one wins (above 1,024 rows, each 16 bytes for themselves)."""
     return run(REGISTRY["store_kv"], (cache, src, slot_mapping, null_block), (), stream)
 
 

@@ -27,10 +27,10 @@
 //
 // Baked: heads, dims, dtypes, norm policy, rope style. Run time: tokens, requests, all lengths and strides of caches.
 // Launch: a unit is 1 KB of qkv (common/rope_row.cuh), a warp has up to kSteps units of a row, kParts warps have a row.
-//   few rows      (common/rope_few.cuh)    tokens x kParts warps in blocks of up to kThreads, then further warps for
-//   the
-//                 fp8 outputs: ceil(requests * padded / 32) for q_scale in prefill with dynamic q, ceil(requests *
-//                 kv_heads / 128) for split_k_flag
+//   few rows      (common/rope_few.cuh)    tokens x kParts warps in blocks of up to kThreads, then, for the fp8
+//   outputs,
+//                 ceil(requests * padded / 32) for q_scale in prefill with dynamic q and ceil(requests * kv_heads /
+//                 128) for split_k_flag
 //   kBulk         (common/rope_block.cuh)  a block of kParts + 1 warps a row; the row and its angles in shared memory
 //   kMany         (common/rope_many.cuh)   ceil(tokens / n) x kParts warps for n rows a warp (at most 32), in blocks of
 //                 kThreads; per warp twice kSteps KB of shared memory, and twice a row of cos_sin. kTogether: a unit

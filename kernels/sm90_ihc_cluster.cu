@@ -53,7 +53,7 @@ struct IhcKernel {
     __shared__ Barrier gates_full, norm_full;
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int rank = static_cast<int>(cluster_rank());
+    const int rank = block_in_cluster();
     const int cluster = blockIdx.x / kRanks, clusters = gridDim.x / kRanks;
     int share = kTileTokens;  // the first clusters have a token more
     while (share * clusters > a.tokens) --share;

@@ -143,9 +143,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int request = static_cast<int>(unit / kParts);
   const int part = static_cast<int>(unit % kParts);
 
-  // A length that the previous grid may still change: it only says which line of the table to ask L2 for.
+  // A length that the previous grid may still change: it only says which line of the table to ask L2 for. Volatile, so
+  // that no cache keeps it for the load below.
   if (request < requests && threadIdx.x % 32 == 0 && part == 0) {
-    const int seq_len = static_cast<int>(load_once(reinterpret_cast<const unsigned int*>(seq_lens) + request));
+    const int seq_len = *static_cast<const volatile int*>(seq_lens + request);
     const int column = seq_len > 0 ? (seq_len - 1) / block_size : max_blocks;
     if (column < max_blocks) prefetch_line(block_table + request * block_table_stride_requests + column);
   }

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hccupy import arch, build, cache, cuda, plan
+from hccupy.bench.run import plans_of
 from hccupy.errors import CompileError
 from hccupy.ops import REGISTRY
 
@@ -33,7 +34,7 @@ def plans(op, target):
     found = {}
     for case in cases[shift:] + cases[:shift]:
         given = spec.make_inputs(case, np.random.default_rng(0))
-        for tokens in TOKENS if "tokens" in spec.empty else (None,):
+        for tokens in TOKENS if any(a.name == "tokens" for a in spec.axes) else (None,):
             made = plan.make(spec, bound_of(spec, given, tokens), target)
             found.setdefault((made.source, made.entry, made.flags), (case, made))
     first = {made.variant: (case, made) for case, made in reversed(found.values())}
@@ -85,6 +86,17 @@ def test_compiles_without_spills(op, target, record_property):
         assert "warning" not in log, log
     # A guard against a kernel that unrolls out of hand: on a busy machine CPU time doubles.
     assert statistics.median(times) < 2.0, f"{op}: a cold compilation takes {statistics.median(times):.2f} s"
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_what_the_bench_runs_does_not_spill(op, target, monkeypatch):
+    """Models' sizes, which the small cases do not reach: rows of many heads, several kernels for as many ranges of rows."""
+    monkeypatch.setattr(arch, "of_device", lambda index: arch.named(target))
+    spec = REGISTRY[op]
+    for made in plans_of([(spec, c) for c in spec.cases if c.name.startswith("bench")]):
+        used = resources(build.compile_plan(made, extra=("-Xptxas=-v",))[1])
+        assert used["registers"] and not used["spills"] and not used["stack"], f"{made}: {used}"
 
 
 @pytest.mark.parametrize("op", OPS)

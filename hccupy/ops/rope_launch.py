@@ -110,7 +110,10 @@ def _many(b: Bound, arch: Arch) -> Shape:
     else:
         s = Shape(4, 20, EARLY_ROW, "many", 1, 2 if width > WIDE and not b.op.endswith("_fp8") else 4)
     rounds = b.axes["tokens"] * _parts(b, s) // (2 * arch.sms * s.warps)
-    return s._replace(rows=max(min(s.rows, rounds), 1), early=s.early if arch.clusters else 0)
+    rows = max(min(s.rows, rounds), 1)
+    if s.way == "narrow":  # rows of a unit: a part of them would take as long
+        rows = ceil_div(rows, _heads_per_warp(b)) * _heads_per_warp(b)
+    return s._replace(rows=rows, early=s.early if arch.clusters else 0)
 
 
 def _lean(b: Bound) -> bool:
@@ -125,7 +128,7 @@ def _parts(b: Bound, s: Shape) -> int:
 
 
 def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
-    """kParts warps a row; the fp8 op's padding and flags are further warps."""
+    """kParts warps a row; the fp8 op's padding and flags are further warps where rows are few, else further work of the same."""
     a = b.axes
     tokens, requests = a["tokens"], a["requests"]
     fp8 = b.op.endswith("_fp8")
@@ -139,7 +142,11 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
         if b.scalars["q_quant"] == "dynamic" and b.scalars["is_prefill"]:
             more += requests * padded(b.scalars["max_q_len"]) // 32
     smem = 0
-    warps = s.warps if _lean(b) else min(s.warps, 16)  # four a scheduler have 128 registers
+    warps = s.warps
+    if not _lean(b):  # four warps a scheduler have 128 registers, three 168
+        warps = min(warps, 12 if s.way == "narrow" else 16)
+    elif s.way == "many" and _units(b)[0] % s.steps and (fp8 or not arch.clusters):  # a part that is not full: 40/8 heads spilled 8 bytes at 20
+        warps = min(warps, 16)
     if s.way == "block":
         smem = _stage_bytes(b)
         threads = 32 * (parts + 1)
@@ -149,7 +156,7 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
     elif s.way in ("many", "narrow"):
         smem = s.block * 2 * (s.steps * 1024 + (ceil_div(4 * a["rotary_dim"], 16) * 16 if s.way == "many" else 0))
         threads = 32 * s.block
-        most = warps // s.block
+        most = min(warps // s.block, arch.blocks)
         grid, block = (max(ceil_div(ceil_div(tokens, s.rows) * parts, s.block), 1), 1, 1), (threads, 1, 1)
         how = f"{s.steps} KB each, of {s.rows} rows"
     else:

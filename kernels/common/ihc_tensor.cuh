@@ -171,7 +171,8 @@ struct IhcTensor {
           }
         }
       }
-      squares = squares + WideSum{square, 0.0f};  // not by Kahan's step: squares may overflow, and their sum is then Inf, not NaN
+      squares = squares +
+                WideSum{square, 0.0f};  // not by Kahan's step: squares may overflow, and their sum is then Inf, not NaN
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
 #pragma unroll

@@ -1,4 +1,5 @@
-// Every inline PTX instruction of the library, each with a portable C++ twin that gives the same bits.
+// The inline PTX instructions of the library (those of the sm_90a kernels alone: sm90_ptx.cuh), each with a portable
+// C++ twin that gives the same bits.
 //
 // Under NVRTC (__CUDA_ARCH__ is defined) the instruction is used where the architecture has it; the twin serves
 // older architectures and the CPU simulator, which compiles the kernels with g++ and supplies the CUDA words.
@@ -307,7 +308,7 @@ __device__ __forceinline__ void async_wait() {
 // ---- programmatic dependent launch --------------------------------------------------------------------------
 
 // Returns when the grid before this one in the stream is complete and its writes are visible. Nothing that it
-// may have written is read, and nothing at all is written, above this line. No-op unless launched with the
+// may have written is relied on, and nothing at all is written, above this line. No-op unless launched with the
 // programmatic attribute on sm_90 or newer.
 __device__ __forceinline__ void wait_for_previous_grid() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

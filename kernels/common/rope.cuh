@@ -105,23 +105,7 @@ __device__ __forceinline__ void store_aligned(typename Element<kDtype>::Type* to
   for (int first = 0; first < kVec; first += kPart) {
     Pack<kDtype, kPart> part;
     memcpy(part.words, reinterpret_cast<const char*>(values.words) + first * sizeof *to, sizeof part.words);
-    part.store(to + first);
-  }
-}
-
-// Pack::to_floats, with one instruction for each bf16 of a pair.
-template <int kDtype, int kSize>
-__device__ __forceinline__ void unpack(const Pack<kDtype, kSize>& pack, float (&values)[kSize]) {
-  if constexpr (kDtype == kBfloat16 && kSize % 2 == 0) {
-    unsigned int words[kSize / 2];
-    memcpy(words, pack.words, sizeof words);
-#pragma unroll
-    for (int i = 0; i < kSize / 2; ++i) {
-      values[2 * i] = float_from_bits(words[i] << 16);
-      values[2 * i + 1] = float_from_bits(words[i] & 0xffff0000u);
-    }
-  } else {
-    pack.to_floats(values);
+    part.store_whole(to + first);
   }
 }
 

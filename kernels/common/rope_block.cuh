@@ -21,7 +21,7 @@ struct RowStage {
                 "the host must take another kernel for rows that bulk copies cannot move");
 };
 
-// The loading warp. Before the previous grid has ended it asks for the row in L2 and, with kEarlyGuess, for what the
+// The loading warp. Before the previous grid has ended it asks for the row in L2, and for what the
 // metadata point to as they are then.
 template <class C>
 __device__ __forceinline__ void load_row(const RopeArgs<C>& a, int token, SharedRow& shared, Barrier* full) {

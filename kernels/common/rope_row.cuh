@@ -171,7 +171,7 @@ struct RotatedHeads {
       if constexpr (normed) {
 #pragma unroll
         for (int which = 0; which < 2; ++which) {
-          unpack(weights.of[k][which], w[which]);
+          weights.of[k][which].to_floats(w[which]);
 #pragma unroll
           for (int i = 0; i < L::chunk; ++i) w[which][i] = fmaf(w[which][i], kDown, args.norm_weight_offset * kDown);
         }
@@ -337,7 +337,7 @@ struct RotatedHeads {
       for (int which = 0; which < 2; ++which) {
         InPack pack;
         memcpy(&pack, reinterpret_cast<const char*>(&raw[which]) + k * sizeof pack, sizeof pack);
-        unpack<C::qkv_dtype>(pack, x[k][which]);
+        pack.to_floats(x[k][which]);
       }
     const float gain = turn(a, t, x);
     const Factor factor = factor_of(a, target.is_q, scales, gain, x);

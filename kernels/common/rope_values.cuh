@@ -38,7 +38,7 @@ struct Values {
   static __device__ __forceinline__ StorePack stored(const RopeArgs<C>& a, const InPack& pack, float inverse) {
     if constexpr (C::fp8) {
       float x[8];
-      unpack<C::qkv_dtype>(pack, x);
+      pack.to_floats(x);
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[i] = quantised<C::bounded>(x[i], inverse, -0.0f, a.upper_max);
       return StorePack::from_floats(x);

@@ -80,7 +80,7 @@ struct Octet {
   }
   static __device__ __forceinline__ void store(void* to, uint4 v) {
     if constexpr (kVec == 8) {
-      store_16(to, v);
+      store_whole(static_cast<uint4*>(to), v);
     } else if constexpr (kVec == 4) {
       static_cast<uint2*>(to)[0] = uint2{v.x, v.y};
       static_cast<uint2*>(to)[1] = uint2{v.z, v.w};

@@ -1,5 +1,5 @@
-// Instructions that only sm_90a has (clusters, bulk copies, transaction barriers), and the mma forms of the iHC
-// kernels.
+// Instructions that only the sm_90a kernels use: cluster barriers, bulk copies, transaction barriers, and their mma
+// forms.
 //
 // One function an instruction; a comment where the ordering rule is not plain from the name. Portable twins, for the
 // simulator, of what the rope kernels need: barriers and bulk loads.
@@ -19,11 +19,6 @@ __device__ __forceinline__ unsigned int shared_address(const void* pointer) {
 
 // ---- clusters -------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ unsigned int cluster_rank() {
-  unsigned int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 // Relaxed: orders nothing but the barriers made visible by fence_barrier_init (.release would cost a MEMBAR.GPU).
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -74,12 +69,6 @@ __device__ __forceinline__ void barrier_wait_cluster(Barrier* barrier, unsigned 
   } while (!done);
 }
 
-// ---- 16 bytes to global memory: written as *to = v, they came out as four stores of 4 bytes in some instances ----
-
-__device__ __forceinline__ void store_16(void* to, uint4 v) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
 // ---- stores into a peer's shared memory that count on the peer's barrier --------------------------------------
 
 __device__ __forceinline__ void store_peer(unsigned int address, float4 value, unsigned int barrier) {
@@ -125,12 +114,8 @@ __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.w
 // Makes this thread's ordinary shared stores visible to bulk copies that are ordered after it.
 __device__ __forceinline__ void fence_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Four bytes to shared memory in the background; the second call arrives on the barrier once this thread's copies are
-// there.
-__device__ __forceinline__ void copy_word(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copy_words_arrive(Barrier* barrier) {
+// Arrives on the barrier once this thread's async_copy are there.
+__device__ __forceinline__ void async_copies_arrive(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 

@@ -103,9 +103,9 @@ struct StreamCopy : StreamLayout {
       }
       if constexpr (kPost) {
         if (token < count)
-          copy_word(h_in + (turn.index * kTileTokens + token) * kHc + channel,
-                    a.h_post + (first + token) * a.h_post_tokens + channel);
-        copy_words_arrive(barrier);
+          async_copy<4>(h_in + (turn.index * kTileTokens + token) * kHc + channel,
+                        a.h_post + (first + token) * a.h_post_tokens + channel);
+        async_copies_arrive(barrier);
       }
     }
     if (tiles <= kInFlight) cluster_wait();
