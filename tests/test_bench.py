@@ -84,3 +84,20 @@ def test_a_cold_compile_of_each_kind(monkeypatch):
     seconds = run.compile_seconds(plans)
     assert len(asked) == len(seconds) == len({run.kind_of(p) for p in plans}) < len(plans)
     assert all(options == ("--no-cache",) for _, options in asked) and all(s > 0 for s in seconds.values())
+
+
+def test_facts_of_every_case():
+    """Every record can be found by its op, dtype and sizes; those of the goals by the words of the goals."""
+    for spec in REGISTRY.values():
+        for case in (c for c in spec.cases if c.name.startswith("bench")):
+            facts = run.facts_of(spec, case, run.imagined(spec, case))
+            assert facts["op"] == spec.name and facts["dtype"] == case.dtype and facts.items() >= case.axes.items()
+            assert ("tokens" in facts) == any(a.name == "tokens" for a in spec.axes)
+            assert facts.get("norm") == case.options.get("norm")
+            if spec.name.startswith("rope"):
+                assert (
+                    facts["mode"] in ("decode", "prefill")
+                    and facts["policy"] == "norm_then_rope"
+                    and facts["tail"] == case.scalars.get("tail", "zero")
+                    and facts["tokens"] == sum(case.options["new"])
+                )

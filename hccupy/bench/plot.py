@@ -7,10 +7,13 @@ from typing import Any
 
 
 def of_the_model(record: dict[str, Any]) -> bool:
-    """Is this one of ours at the sizes that figures and tables show: bf16, hc 4, hidden 6144; 64 heads, dense, not at a block's first slot?"""
+    """Is this one of ours at the sizes that figures and tables show?
+
+    bf16, hc 4, hidden 6144; 64 heads, dense, tails cleared, not at a block's first slot.
+    """
     sizes = (record.get("hc"), record.get("hidden"), record["dtype"]) in ((4, 6144, "bfloat16"), (None, None, "bfloat16"))
-    rope = record.get("q_heads") in (None, 64) and record.get("layout", "dense") == "dense" and record.get("length") != 1025
-    return "peer" not in record and sizes and rope
+    rope = record.get("q_heads") in (None, 64) and record.get("layout", "dense") == "dense" and record.get("length") != 1025 and record.get("tail") != "keep"
+    return "peer" not in record and "tokens" in record and sizes and rope
 
 
 def series(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -22,7 +22,7 @@ from ..explain import imagine
 from ..ops import REGISTRY
 from ..plan import Plan
 from ..provenance import record
-from ..spec import Case, OpSpec
+from ..spec import Bound, Case, OpSpec
 from ..warmup import compile_ahead
 from . import inputs, peers, timing
 from .chain import chain_times
@@ -111,6 +111,15 @@ def standard(spec: OpSpec, case: Case) -> bool:
     return alike[0] == alike[1] and case.dtype == model.dtype and case.options.get("layout") == model.options.get("layout")
 
 
+def facts_of(spec: OpSpec, case: Case, bound: Bound) -> dict[str, Any]:
+    """What a record says of its case, for whoever looks for one."""
+    facts: dict[str, Any] = {"op": spec.name, "case": case.name, "dtype": case.dtype}
+    facts |= {"tokens": bound.axes["tokens"]} if "tokens" in bound.axes else {}
+    facts |= {**case.axes, **{k: v for k, v in case.options.items() if isinstance(v, str | int | float | bool)}}
+    facts |= {word: bound.scalars[name] for word, name in (("policy", "qk_norm_policy"), ("tail", "tail")) if name in bound.scalars}
+    return facts | ({"norm": bool(case.options.get("norm"))} if any(a.name == "rms_weight" for a in spec.args) else {})
+
+
 def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bool, with_peers: bool, seconds: dict[Any, float]) -> list[dict[str, Any]]:
     """Verify one case and time ours, torch and peers. One record each."""
     host, device, index = inputs.make(spec, case)
@@ -129,11 +138,7 @@ def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bo
     sets = [device] + [inputs.clone(device) for _ in range(count - 1)]
     outs = [outputs_for(spec, first) for _ in sets]
     rate = ceilings[CEILING.get(spec.name, "copy")]
-    plain = {k: v for k, v in case.options.items() if isinstance(v, str | int | float | bool)}
-    base: dict[str, Any] = {"op": spec.name, "case": case.name, "dtype": case.dtype, "tokens": bound.axes["tokens"], **case.axes, **plain}
-    base |= {"policy": case.scalars["qk_norm_policy"]} if "qk_norm_policy" in case.scalars else {}
-    base |= {"norm": bool(case.options.get("norm"))} if any(a.name == "rms_weight" for a in spec.args) else {}
-    base |= {"bytes": moved, "floor_us": moved / rate / 1e6, "cold": True, "graph": True, "sets": count}
+    base = {**facts_of(spec, case, bound), "bytes": moved, "floor_us": moved / rate / 1e6, "cold": True, "graph": True, "sets": count}
     records = []
 
     def add(name: str, calls: list[Callable[[], Any]]) -> None:
@@ -177,17 +182,19 @@ def host_times() -> list[dict[str, Any]]:
     return [{"op": op, "call": how, "us": us} for (op, how, _), us in zip(todo, map(min, *passes), strict=True)]
 
 
+def imagined(spec: OpSpec, case: Case) -> Bound:
+    """What such a call would be bound to: a guess from the case alone."""
+    sizes: dict[str, Any] = {s.name: case.scalars[s.name] for s in spec.scalars if s.name in case.scalars}
+    sizes |= {a.name: True for a in spec.args if a.optional and (case.options.get("norm") or a.name in ("q_norm_weight", "k_norm_weight"))}
+    if "new" in case.options:
+        sizes |= {"tokens": sum(case.options["new"]), "requests": len(case.options["new"])}
+    return imagine(spec, {**case.axes, **sizes}, case.dtype)
+
+
 def plans_of(todo: Sequence[tuple[OpSpec, Case]]) -> list[Plan]:
-    """The kernels of these cases: a guess from the cases alone; what it misses is compiled when its turn comes."""
-    found: dict[str, Plan] = {}
-    for spec, case in todo:
-        sizes: dict[str, Any] = {s.name: case.scalars[s.name] for s in spec.scalars if s.name in case.scalars}
-        sizes |= {a.name: True for a in spec.args if a.optional and (case.options.get("norm") or a.name in ("q_norm_weight", "k_norm_weight"))}
-        if "new" in case.options:
-            sizes |= {"tokens": sum(case.options["new"]), "requests": len(case.options["new"])}
-        made = plan.make(spec, imagine(spec, {**case.axes, **sizes}, case.dtype), arch.of_device(0))
-        found[build.identity(made)] = made
-    return list(found.values())
+    """The kernels of these cases, each once. What the guess misses is compiled when its turn comes."""
+    made = [plan.make(spec, imagined(spec, case), arch.of_device(0)) for spec, case in todo]
+    return list({build.identity(p): p for p in made}.values())
 
 
 def kind_of(made: Plan) -> tuple[Any, ...]:
@@ -235,8 +242,8 @@ def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bo
             progress.update(bar, description=f"{spec.name} {case.name}")
             try:
                 report["records"] += time_case(spec, case, report["ceilings_tbps"], compiled, with_peers, seconds)
-            except (HccupyError, RuntimeError) as error:  # one wrong or impossible case must not cost the others their record
-                report["failures"].append(f"{spec.name} {case.name}: {error}")
+            except Exception as error:  # one wrong or impossible case must not cost the others their record
+                report["failures"].append(f"{spec.name} {case.name}: {type(error).__name__}: {error}")
             write(report, output)  # after each case: a run that is stopped keeps what it measured
             torch.cuda.empty_cache()
             progress.advance(bar)
