@@ -7,7 +7,7 @@ A framework is a module of frameworks/ with these functions:
     pointer(array)           address of element 0
     meta(array)              the same facts as a Meta, in hccupy's words
     empty(shape, dtype, device, like)   a new array (dtype: a Dtype; device: ("cpu", 0) or ("cuda", index))
-    stream(device_index, like)          handle of the framework's current stream
+    stream(device_index)     handle of the framework's current stream
     to_numpy(array)          zero-copy NumPy view of a CPU array
     same(arrays), ADDRESS, maker(shape, dtype, like)   only where repeat.py serves it: see torch_.py
     from_numpy(ndarray)      only where MUTABLE is False: the array to hand back for the NumPy one that `empty` gave

@@ -30,6 +30,27 @@ def eligible(b: Bound, arch: Arch) -> tuple[bool, str]:
     return True, ""
 
 
+def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
+    """Clusters that stream so many tokens, of `fit` that run at once.
+
+    Not all where tokens are few: the next grid stands beside this one then, and has its weights when this one ends. Measured with 15 that
+    fit (hidden 6144, microseconds), stated as shares of them. The bits do not depend on it.
+    """
+    longer = post or norm  # a tile takes longer
+    two_tiles = ceil_div(fit, 2) if longer else fit // 2
+    if tokens <= TILE * ceil_div(fit, 2):  # one tile each. 64 tokens: pre 4.32 (7 clusters of two 4.61), head 3.98 (4.51)
+        wanted = ceil_div(tokens, 7 if post else TILE)  # post_pre at 64 tokens: 8 clusters 6.06, 9 5.66, 10 5.57, 11 5.65
+    elif tokens <= 2 * TILE * two_tiles:
+        wanted = two_tiles  # pre at 112 tokens: 7 clusters 5.4, 8 5.9, 14 5.4
+    elif tokens <= 3 * TILE * (fit - 2):
+        wanted = fit - 2  # two of the next grid get in. 256 tokens: pre 13 clusters 8.14, 12 8.20, 15 9.0
+    elif not longer and fit >= 8 and tokens <= 5 * TILE * (fit - 1):
+        wanted = fit - 1  # pre at 512 tokens: 15 clusters 12.25, 14 11.98, 13 12.06
+    else:
+        wanted = fit
+    return max(1, min(wanted, fit))
+
+
 def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
     """(launch, source file). Figures: H200, hidden 6144, hc 4, bf16, microseconds."""
     op, tokens, hidden = OPS[b.op], b.axes["tokens"], b.axes["hidden"]
@@ -45,21 +66,7 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
         block = (hidden // 512 + 1) * 32
         return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines=defines, why=why), "cluster"
-    # Not all of the clusters that fit where tokens are few: the next grid stands beside this one and has its weights when this one ends.
-    most = arch.clusters_of_8
-    more = op == 2 or b.has("rms_weight")
-    half = ceil_div(most, 2) if more else most // 2
-    each = 7 if op == 2 else TILE  # post_pre at 64 tokens: 8 clusters 6.06, 9 5.66, 10 5.57, 11 5.65
-    some = most
-    if tokens <= TILE * ceil_div(most, 2):
-        some = ceil_div(tokens, each)  # one tile each. 64 tokens: pre 4.32 (7 clusters of two 4.61), head 3.98 (4.51)
-    elif tokens <= 2 * TILE * half:
-        some = half  # two tiles each. pre at 112 tokens: 7 clusters 5.4, 8 5.9, 14 5.4
-    elif tokens <= 3 * TILE * (most - 2):
-        some = most - 2  # two of the next grid get in. 256 tokens: pre 13 clusters 8.14, 12 8.20, 15 9.0
-    elif not more and most >= 8 and tokens <= 5 * TILE * (most - 1):
-        some = most - 1  # pre at 512 tokens: 15 clusters 12.25, 14 11.98, 13 12.06
-    clusters = max(1, min(some, most))
+    clusters = stream_clusters(tokens, arch.clusters_of_8, post=op == 2, norm=b.has("rms_weight"))
     smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
     why = f"{clusters} persistent clusters of 8 blocks stream tiles of 8 tokens through shared memory, weights in registers"
     return Launch((8 * clusters, 1, 1), (512, 1, 1), smem, cluster=8, pdl=True, defines=defines, why=why), "stream"
