@@ -31,12 +31,12 @@ class Arch:
 
 TABLE = (
     Arch("sm_80", (8, 0), 108, 166912),
-    Arch("sm_86", (8, 6), 84, 101376, 16),
-    Arch("sm_89", (8, 9), 142, 101376, 24),
+    Arch("sm_86", (8, 6), 84, 101376, blocks=16),
+    Arch("sm_89", (8, 9), 142, 101376, blocks=24),
     Arch("sm_90a", (9, 0), 132, 232448, clusters=True, clusters_of_8=15, clusters_of_16=7),  # as seen on one H200
     Arch("sm_100a", (10, 0), 148, 232448, clusters=True),
     Arch("sm_103a", (10, 3), 148, 232448, clusters=True),
-    Arch("sm_120a", (12, 0), 188, 101376, 24, clusters=True),
+    Arch("sm_120a", (12, 0), 188, 101376, blocks=24, clusters=True),
 )
 BY_NAME = {a.name: a for a in TABLE}
 

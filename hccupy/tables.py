@@ -70,5 +70,5 @@ def status(tests: dict[str, Any], bench: dict[str, Any], demo: dict[str, Any]) -
     lines += ["", "| network | eager | compiled | compiled, one CUDA graph a token |", "|---|---|---|---|"]
     for name in dict.fromkeys(how.split(", ")[0] for how in rates):
         lines.append(f"| {name} | " + " | ".join(f"{rate:.0f}" for how, rate in rates.items() if how.startswith(name)) + " |")
-    lines += ["", "Reports: `tests.json`, `bench.json`, `bench.png`, `demo.json` under `notebooks/results/h200/`."]
+    lines += ["", "Reports: `tests.json`, `bench.json`, `bench.png`, `guards.json`, `demo.json` under `notebooks/results/h200/`."]
     return "\n".join(lines)

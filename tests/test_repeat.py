@@ -324,6 +324,18 @@ def test_no_array_is_kept_alive(gpu):
     assert not any(a() for a in alive)
 
 
+def test_a_maker_of_cupy_keeps_no_array_alive(monkeypatch):
+    pytest.importorskip("cupy")
+    from hccupy.frameworks import cupy_
+
+    monkeypatch.setattr(cupy_, "empty", lambda *given: given)
+    like = type("ndarray", (), {"data": SimpleNamespace(device_id=1)})()
+    make, alive = cupy_.maker((2, 3), hccupy.dtypes.BY_NAME["float16"], like), weakref.ref(like)
+    del like
+    gc.collect()
+    assert alive() is None and make()[:3] == ((2, 3), hccupy.dtypes.BY_NAME["float16"], ("cuda", 1))
+
+
 def test_torch_keeps_no_tensor_alive():
     torch = pytest.importorskip("torch")
     from hccupy.frameworks import torch_

@@ -126,13 +126,7 @@ def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bo
     function = getattr(hccupy, spec.name)
     first = function(**device)
     verify(spec, host, device, index, first if isinstance(first, tuple) else (first,))
-    sizes: dict[str, Any] = {s.name: case.scalars[s.name] for s in spec.scalars if s.name in case.scalars}
-    for p in spec.args:
-        if p.name in device:
-            sizes |= {n: size for n, size in zip(p.axes, device[p.name].shape, strict=False) if n.isidentifier()} if not p.lead else {}
-            sizes |= {p.name: True} if p.optional else {}
-    sizes = {**case.axes, **sizes}
-    bound = imagine(spec, sizes, case.dtype)
+    bound = imagined(spec, case)
     moved = spec.bytes_moved(bound)
     count = timing.sets_for(touched_bytes(device, moved))
     sets = [device] + [inputs.clone(device) for _ in range(count - 1)]
@@ -183,7 +177,7 @@ def host_times() -> list[dict[str, Any]]:
 
 
 def imagined(spec: OpSpec, case: Case) -> Bound:
-    """What such a call would be bound to: a guess from the case alone."""
+    """What such a call is bound to, from the case alone."""
     sizes: dict[str, Any] = {s.name: case.scalars[s.name] for s in spec.scalars if s.name in case.scalars}
     sizes |= {a.name: True for a in spec.args if a.optional and (case.options.get("norm") or a.name in ("q_norm_weight", "k_norm_weight"))}
     if "new" in case.options:
@@ -192,7 +186,7 @@ def imagined(spec: OpSpec, case: Case) -> Bound:
 
 
 def plans_of(todo: Sequence[tuple[OpSpec, Case]]) -> list[Plan]:
-    """The kernels of these cases, each once. What the guess misses is compiled when its turn comes."""
+    """The kernels of these cases, each once."""
     made = [plan.make(spec, imagined(spec, case), arch.of_device(0)) for spec, case in todo]
     return list({build.identity(p): p for p in made}.values())
 

@@ -63,7 +63,7 @@ def same(arrays: Sequence[Any]) -> Callable[..., bool]:
 
 def maker(shape: tuple[int, ...], dtype: Dtype, like: Any) -> Callable[[], Any]:
     """A function that makes new arrays on the device of `like`, which must be current."""
-    return partial(empty, shape, dtype, ("cuda", like.data.device_id), like)
+    return partial(empty, shape, dtype, ("cuda", like.data.device_id), None)  # not `like`: a remembered call must keep no array alive
 
 
 def stream(device: int) -> int:

@@ -44,20 +44,16 @@ def tile(b: Bound, arch: Arch, gates: int) -> tuple[int, bool, int]:
     return sizes[0], False, 0
 
 
+def _gated_defines(b: Bound, arrays: tuple[str, ...], head: int | None, threads: int) -> dict[str, int]:
+    """What both kernels of an op with gates bake."""
+    defines = {"kVec": vector(b, (*arrays, "rms_weight")), "kWeightVec": vector(b, ("w",), 4), "kThreads": threads}
+    return defines if head is None else {**defines, "kHead": head}
+
+
 def _gated(b: Bound, arch: Arch, arrays: tuple[str, ...], head: int | None) -> Launch:
     tokens, staged, smem = tile(b, arch, b.axes["hc"] * (1 if head else 2))
     threads = threads_for(b.axes["hidden"])
-    defines = {
-        "kRanks": 0,
-        "kMinBlocks": 1,
-        "kVec": vector(b, (*arrays, "rms_weight")),
-        "kWeightVec": vector(b, ("w",), 4),
-        "kThreads": threads,
-        "kTileTokens": tokens,
-        "kStaged": int(staged),
-    }
-    if head is not None:
-        defines["kHead"] = head
+    defines = {**_gated_defines(b, arrays, head, threads), "kRanks": 0, "kMinBlocks": 1, "kTileTokens": tokens, "kStaged": int(staged)}
     grid = ceil_div(b.axes["tokens"], tokens)
     where = "rows staged in shared memory" if staged else "rows do not fit shared memory and are read again from L2"
     # Small grids have nothing else to hide their start behind; large ones keep every multiprocessor's shared memory.
@@ -67,14 +63,20 @@ def _gated(b: Bound, arch: Arch, arrays: tuple[str, ...], head: int | None) -> L
 
 TENSOR_TOKENS = 8  # the n of the mma
 TENSOR_UNIT = 64  # columns that a warp sums as one
-TENSOR_LEAST = 1 << 18  # bytes of w: hc 2, hidden 2560 is faster without at 64 tokens (6.6 us, not 9.0) and no slower by much at 16384 (113, 101)
+# Bytes of w (of head: twice what it has). hc 2, hidden 2560 is faster without at 64 tokens (6.6 us, not 9.0) and no slower by much at 16384
+# (113, 101).
+TENSOR_LEAST = 1 << 18
+
+
+def _tensor_units(b: Bound, ranks: int) -> int:
+    """Units of a block."""
+    return b.axes["hc"] * ceil_div(ceil_div(b.axes["hidden"], TENSOR_UNIT), ranks)
 
 
 def _tensor_smem(b: Bound, ranks: int) -> tuple[int, int]:
     """(dynamic, all) shared bytes of a block of IhcTensor, with what the driver takes of each."""
     hc, chunk = b.axes["hc"], CHUNK * BY_NAME[b.dtypes["x"]].itemsize
-    units = hc * ceil_div(ceil_div(b.axes["hidden"], TENSOR_UNIT), ranks)
-    rows = TENSOR_TOKENS * (units * TENSOR_UNIT // CHUNK * chunk + (64 if chunk == 16 else 16))
+    rows = TENSOR_TOKENS * (_tensor_units(b, ranks) * TENSOR_UNIT // CHUNK * chunk + (64 if chunk == 16 else 16))
     sums = 8 * TENSOR_TOKENS * (2 * hc + 1) * (MOST_THREADS // 32 + 1) + 4 * TENSOR_TOKENS * (hc + 2)
     return rows, rows + sums + 1024
 
@@ -110,20 +112,11 @@ def _tensor_when(b: Bound, arch: Arch) -> tuple[bool, str]:
 def _tensor(b: Bound, arch: Arch, arrays: tuple[str, ...], head: int | None) -> Launch:
     ranks = tensor_ranks(b, arch) or 1
     smem, used = _tensor_smem(b, ranks)
-    units = b.axes["hc"] * ceil_div(ceil_div(b.axes["hidden"], TENSOR_UNIT), ranks)
-    threads = MOST_THREADS if units >= 16 else MOST_THREADS // 2
+    threads = MOST_THREADS if _tensor_units(b, ranks) >= 16 else MOST_THREADS // 2
     # Few tokens: fewer a cluster, so that every multiprocessor has a block. The bits are the same.
     each = max(1, min(TENSOR_TOKENS, ceil_div(b.axes["tokens"] * ranks, arch.sms)))
     grid = ranks * max(1, ceil_div(b.axes["tokens"], each))
-    defines = {
-        "kRanks": ranks,
-        "kMinBlocks": min(arch.smem // used, 3),  # more would spill
-        "kVec": vector(b, (*arrays, "rms_weight")),
-        "kWeightVec": vector(b, ("w",), 4),
-        "kThreads": threads,
-    }
-    if head is not None:
-        defines["kHead"] = head
+    defines = {**_gated_defines(b, arrays, head, threads), "kRanks": ranks, "kMinBlocks": min(arch.smem // used, 3)}  # more would spill
     why = f"clusters of {ranks} blocks share {each} tokens, dots by tensor cores"
     return Launch((grid, 1, 1), (threads, 1, 1), smem, cluster=ranks, pdl=grid <= 2 * arch.sms, defines=defines, why=why)
 
