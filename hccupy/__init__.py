@@ -38,6 +38,7 @@ from .errors import (
 )
 from .explain import supports
 from .logs import from_environment as _log_as_asked
+from .ops import REGISTRY as _REGISTRY
 from .version import __version__
 from .warmup import warmup
 
@@ -72,6 +73,8 @@ __all__ = [
     "zero_kv_tail",
 ]
 
+__all__ += [name for name in _REGISTRY if name not in __all__]  # ops made by api.from_spec
+
 # Imported when they are asked for, and not in __all__: they need torch or jax.
 _LAZY = {"compat": ".compat", "jax": ".jax", "nn": ".nn", "torch_ops": ".torch_ops"}
 
@@ -79,6 +82,10 @@ _LAZY = {"compat": ".compat", "jax": ".jax", "nn": ".nn", "torch_ops": ".torch_o
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _import_module(_LAZY[name], __name__)
+    if name in _REGISTRY:
+        from . import api
+
+        return getattr(api, name)
     if name in ("patch", "unpatch"):
         return getattr(_import_module(".patching", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

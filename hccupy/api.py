@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from .ops import REGISTRY
 from .run import run
-from .spec import Arg, OpSpec
+from .spec import Arg, OpSpec, Scalar
 
 Array = Any
 Policy = Literal["none", "rope_then_norm", "norm_then_rope"]
@@ -54,6 +54,28 @@ def documented(spec: OpSpec) -> Callable[[F], F]:
         return function
 
     return complete
+
+
+def from_spec(spec: OpSpec) -> Callable[..., Any]:
+    """The public function of an op, made from its spec: all that a new op needs here.
+
+    The library's ops are written out instead: their signatures are what type checkers and editors read. A test holds both kinds to
+    the spec.
+    """
+    words: list[str] = []
+    for p in spec.params:
+        if "*" not in words and isinstance(p, Scalar) and p.keyword:
+            words.append("*")
+        default = f"={p.default!r}" if isinstance(p, Scalar) else "=None" if p.optional else ""
+        words.append(p.name + default)
+    outs = [o.keyword for o in spec.outputs]
+    words += [] if "*" in words else ["*"]
+    words += [f"{word}=None" for word in (*filter(None, outs), "stream")]
+    given = "".join(f"{p.name}, " for p in spec.params)
+    body = f"return run(REGISTRY[{spec.name!r}], ({given}), ({''.join(f'{word}, ' for word in outs)}), stream)"
+    made: dict[str, Any] = {}
+    exec(compile(f"def {spec.name}({', '.join(words)}):\n    {body}", __file__, "exec"), globals(), made)  # names of the spec, never a caller's
+    return documented(spec)(made[spec.name])  # type: ignore[no-any-return]
 
 
 @documented(REGISTRY["ihc_pre"])

@@ -106,20 +106,19 @@ def _close(label, g, w):
     assert (np.abs(a - b)[off] <= 1).all(), f"{label}: more than one step apart"
 
 
-ROPE = [
-    (op, c) for op in ("rope_norm_store_kv", "rope_norm_store_kv_fp8", "store_kv", "zero_kv_tail") for c in REGISTRY[op].cases if not c.name.startswith("bench")
-]
+OTHERS = [op for op in REGISTRY if op not in checks.IHC]
+OTHER_CASES = [(op, c) for op in OTHERS for c in REGISTRY[op].cases if not c.name.startswith("bench")]
 
 
-@pytest.mark.parametrize(("op", "case"), [pytest.param(o, c, id=f"{o}-{c.name}") for o, c in ROPE])
-def test_rope_and_store_kernels_against_the_reference(op, case, rng):
+@pytest.mark.parametrize(("op", "case"), [pytest.param(o, c, id=f"{o}-{c.name}-{c.dtype}") for o, c in OTHER_CASES])
+def test_other_kernels_against_the_reference(op, case, rng):
     _same_as_reference(op, case, rng, seed=1)
 
 
 @pytest.mark.parametrize("build", BUILDS[1:], ids=["ubsan", "watch"])
-@pytest.mark.parametrize("op", ["rope_norm_store_kv", "rope_norm_store_kv_fp8", "store_kv", "zero_kv_tail"])
-def test_rope_and_store_kernels_sanitized(op, build, rng):
-    cases = [c for o, c in ROPE if o == op]
+@pytest.mark.parametrize("op", OTHERS)
+def test_other_kernels_sanitized(op, build, rng):
+    cases = [c for o, c in OTHER_CASES if o == op]
     for case in cases[:: max(len(cases) // 3, 1)]:
         _same_as_reference(op, case, rng, seed=2, **build)
 

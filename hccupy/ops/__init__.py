@@ -1,16 +1,21 @@
-"""REGISTRY: the name of every op and its one statement."""
+"""REGISTRY: the name of every op and its one statement, found in the modules of this package."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 from ..errors import UnknownOpError
 from ..spec import OpSpec
-from .ihc import IHC_HEAD, IHC_POST, IHC_POST_PRE, IHC_PRE
-from .rope_norm_store_kv import ROPE_NORM_STORE_KV, ROPE_NORM_STORE_KV_FP8
-from .store_kv import STORE_KV, ZERO_KV_TAIL
 
-REGISTRY: dict[str, OpSpec] = {
-    spec.name: spec for spec in (IHC_PRE, IHC_HEAD, IHC_POST, IHC_POST_PRE, ROPE_NORM_STORE_KV, ROPE_NORM_STORE_KV_FP8, STORE_KV, ZERO_KV_TAIL)
-}
+
+def _found() -> dict[str, OpSpec]:
+    """Every OpSpec that a module of this package holds, by name: modules in alphabetical order, specs in that of the file."""
+    modules = (import_module(f".{module.name}", __name__) for module in iter_modules(__path__))
+    return {value.name: value for module in modules for value in vars(module).values() if isinstance(value, OpSpec)}
+
+
+REGISTRY = _found()
 
 
 def get(name: str) -> OpSpec:
