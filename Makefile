@@ -9,10 +9,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: test demo lint figures notebooks build links gpu-test gpu-bench clean
 
-test: $(VENV)/.test lint
+test: $(VENV)/.test lint build
 	$(PY) -m pytest -n 2 --dist worksteal
-	for n in notebooks/*.py; do $(PY) -m jupytext -q --to ipynb --output $(VENV)/$$(basename $$n .py).ipynb $$n || exit 1; done
-	$(PY) -m pytest --nbmake --nbmake-timeout=300 -p no:cacheprovider $(VENV)/*.ipynb
+	$(PY) -m pytest -n 2 --nbmake --nbmake-timeout=300 -p no:cacheprovider notebooks/*.ipynb
 
 lint: $(VENV)/.test
 	$(PY) -m ruff check .
@@ -21,6 +20,27 @@ lint: $(VENV)/.test
 
 demo: $(VENV)/.demo
 	$(PY) -m hccupy demo
+
+# The README's generated parts and figures, from the reports under notebooks/results/.
+figures: $(VENV)/.test
+	$(PY) -m hccupy.tables
+
+# The .ipynb beside their .py, with outputs.
+notebooks: $(VENV)/.test
+	$(PY) notebooks/execute.py
+
+# Wheel (from the sdist) and sdist, each installed into a fresh environment and tried there.
+build: $(VENV)/.test
+	rm -rf $(VENV)/dist $(VENV)/fresh
+	$(PY) -m build --outdir $(VENV)/dist . >$(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
+	$(PYTHON) -m venv $(VENV)/fresh
+	$(VENV)/fresh/bin/python -m pip install -q numpy ml_dtypes
+	for made in $(VENV)/dist/*; do \
+	  $(VENV)/fresh/bin/python -m pip install -q --force-reinstall --no-deps $$made && $(VENV)/fresh/bin/python -I tests/installed.py $$made || exit 1; done
+
+# Links that leave the repository: needs the web, so it is not part of test.
+links: $(VENV)/.test
+	$(PY) -m tests.pages
 
 # On a machine whose environment already has CuPy and torch: the GPU suite and the bench, into notebooks/results/<gpu>/.
 gpu-test:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,3 +46,35 @@ def anchors(page: Path) -> set[str]:
     for heading in re.findall(r"^#+ +(.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M), re.M):
         found.add(re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-"))
     return found
+
+
+def broken(page: Path) -> list[str]:
+    """Links of a page to files or headings of the repository that are not there."""
+    wrong = []
+    for link in links(page):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    return wrong
+
+
+def main() -> int:
+    """python -m tests.pages: ask the web for every link that leaves the repository."""
+    wrong = 0
+    for page in PAGES:
+        for link in sorted({link for link in links(page) if link.startswith("http")}):
+            try:
+                request = urllib.request.Request(link, headers={"User-Agent": "hccupy link check"})
+                with urllib.request.urlopen(request, timeout=20) as answer:
+                    said = str(answer.status)
+            except OSError as error:
+                said, wrong = str(error), wrong + 1
+            print(f"{page.relative_to(ROOT)}: {link}: {said}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
