@@ -33,10 +33,11 @@ notebooks: $(VENV)/.test
 build: $(VENV)/.test
 	rm -rf $(VENV)/dist $(VENV)/fresh
 	$(PY) -m build --outdir $(VENV)/dist . >$(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
-	$(PYTHON) -m venv $(VENV)/fresh
-	$(VENV)/fresh/bin/python -m pip install -q numpy ml_dtypes
+	$(PYTHON) -m venv --without-pip $(VENV)/fresh
+	$(PY) -m pip --python $(VENV)/fresh/bin/python install -q numpy ml_dtypes
 	for made in $(VENV)/dist/*; do \
-	  $(VENV)/fresh/bin/python -m pip install -q --force-reinstall --no-deps $$made && $(VENV)/fresh/bin/python -I tests/installed.py $$made || exit 1; done
+	  $(PY) -m pip --python $(VENV)/fresh/bin/python install -q --force-reinstall --no-deps $$made && \
+	  $(VENV)/fresh/bin/python -I tests/installed.py $$made || exit 1; done
 
 # Links that leave the repository: needs the web, so it is not part of test.
 links: $(VENV)/.test

@@ -152,26 +152,39 @@ plt.show()
 # %% [markdown]
 # ### What the channels hold
 #
-# All channels start as copies of the embedding. Where gates differ they drift apart. The figure shows how far they are from their mean,
-# relative to it, for the median token. At `hc_scale` 0 they stay equal to the last bit, so there is no line to draw.
+# All channels start as copies of the embedding. At `hc_scale` 0 each of them stays the residual of the plain network, to the last bit. So the
+# run at 0 says how far the others have drifted from it: the distance of a channel from the plain residual, relative to the latter, for
+# the median token and channel.
 
 # %%
+plain_residual = seen[0.0].channels
+assert all((c == c[:, :1]).all() for c in plain_residual)  # four equal channels
 
 
-def spread(channels):
-    """rms(channel - mean) / rms(mean) of each token, over channels and width."""
-    mean = channels.mean(1, keepdims=True)
-    return np.sqrt(((channels - mean) ** 2).mean((1, 2)) / (mean**2).mean((1, 2)))
+def drift(channels, plain):
+    """rms(channel - plain) / rms(plain) over the width: [tokens, channels]."""
+    return np.sqrt(((channels - plain) ** 2).mean(2) / (plain**2).mean(2))
 
 
 figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
 for number, hc_scale in enumerate((0.01, 0.1, 1.0)):
-    drift = [np.median(spread(c)) for c in seen[hc_scale].channels]
-    axis.plot(range(1, len(drift)), drift[1:], color=COLOURS[number], marker=MARKERS[number], markevery=6, label=f"hc_scale {hc_scale}")
-axis.set(yscale="log", xlabel="block", ylabel="distance from the mean channel", title="Channels drift apart as gates do")
+    median = [np.median(drift(c, p)) for c, p in zip(seen[hc_scale].channels, plain_residual, strict=True)]
+    axis.plot(range(1, 60), median[1:], color=COLOURS[number], marker=MARKERS[number], markevery=6, label=f"hc_scale {hc_scale}")
+axis.set(yscale="log", xlabel="block", ylabel="distance from the plain residual", title="Channels drift as far as the gates let them")
 axis.legend(labelcolor=GREY, loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
-assert max(spread(c).max() for c in seen[0.0].channels) == 0
+
+# %% [markdown]
+# At `hc_scale` 1 the channels hold different things: the cosine between each channel and the plain residual, for the median token.
+
+# %%
+cosine = [np.median((c * p).sum(2) / np.sqrt((c**2).sum(2) * (p**2).sum(2)), axis=0) for c, p in zip(clock.channels, plain_residual, strict=True)]
+figure, axis = plt.subplots(figsize=(10, 2.2), layout="constrained")
+image = axis.imshow(np.array(cosine).T, aspect="auto", cmap="cividis", vmin=np.floor(10 * np.min(cosine)) / 10, vmax=1)
+axis.set(xlabel="block (attention and MLP of 30 layers)", ylabel="channel", yticks=range(4), title="likeness to the plain residual, hc_scale 1")
+axis.grid(visible=False)
+figure.colorbar(image, label="cosine")
+plt.show()
 
 # %% [markdown]
 # ## From the formula to the kernel
