@@ -108,7 +108,7 @@ def test_facts_of_every_case():
 
 
 def _stand_ins(monkeypatch):
-    """hpc and FlashInfer with our own functions behind their signatures."""
+    """hpc, vLLM and FlashInfer with our own functions behind their signatures."""
     from types import ModuleType
 
     import hccupy
@@ -139,6 +139,13 @@ def _stand_ins(monkeypatch):
             qk_norm_policy="norm_then_rope", k_scale=k_scale, v_scale=v_scale, is_prefill=is_prefill, max_q_len=max_seqlen or None,
         )  # fmt: skip
 
+    vllm = ModuleType("vllm.models.hy_v4.nvidia.triton_ihc")
+    vllm.triton_ihc_pre = lambda x, weight, scale, base, magnitude, hc_eps, norm_eps: hccupy.ihc_pre(x, weight, scale, base, norm_eps, hc_eps, magnitude)
+    vllm.triton_ihc_post = hccupy.ihc_post
+    parts = vllm.__name__.split(".")
+    for n in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:n]), ModuleType(".".join(parts[:n])))
+    sys.modules["vllm.models.hy_v4.nvidia"].triton_ihc = vllm
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     for module, name, function in (
         ("cake_fused_qk_rope_append", "cake_fused_qk_rmsnorm_rope_append_paged_kv_cache", append),
@@ -157,7 +164,7 @@ PEER_CASES = {
 
 @pytest.mark.parametrize("op", PEER_CASES)
 def test_peers_are_asked_for_the_same_thing(op, rng, monkeypatch):
-    """hpc-ops and FlashInfer get their arguments in their own order: their stand-ins give what ours gives."""
+    """hpc-ops, vLLM and FlashInfer get their arguments in their own order: their stand-ins give what ours gives."""
     import hccupy
 
     _stand_ins(monkeypatch)
@@ -173,7 +180,7 @@ def test_peers_are_asked_for_the_same_thing(op, rng, monkeypatch):
     ours = tensors()
     want = getattr(hccupy, op)(**ours)
     found = peers.of(spec, case, False, True)
-    assert set(found) >= ({"hpc-ops", "FlashInfer"} if "rope" in op else {"hpc-ops", "torch eager"})
+    assert set(found) >= ({"hpc-ops", "FlashInfer"} if "rope" in op else {"hpc-ops", "torch eager"} | ({"vLLM Triton"} if op != "ihc_head" else set()))
     for name in set(found) - {"torch eager"}:
         theirs = tensors()
         got = found[name](theirs)

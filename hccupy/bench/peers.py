@@ -1,4 +1,4 @@
-"""What ours is timed against: torch eager, torch.compile, and hpc-ops and FlashInfer where they can be imported."""
+"""What ours is timed against: torch eager, torch.compile, and hpc-ops, vLLM and FlashInfer where they can be imported."""
 
 from __future__ import annotations
 
@@ -117,6 +117,23 @@ def hpc_peers(op: str) -> dict[str, Callable[[Kwargs], Any]]:
     return {"hpc-ops": table[op]} if op in table else {}
 
 
+def vllm_peers(op: str) -> dict[str, Callable[[Kwargs], Any]]:
+    """vLLM's Triton kernels of HY V4, where vLLM is installed: no head, no norm, post and pre one after the other."""
+    try:
+        from vllm.models.hy_v4.nvidia import triton_ihc
+    except ImportError:
+        return {}
+
+    def pre(k: Kwargs) -> Any:
+        return triton_ihc.triton_ihc_pre(k["x"], k["w"], k["hc_scale"], k["hc_base"], k.get("magnitude", 2.0), k["hc_eps"], k["norm_eps"])
+
+    def post(k: Kwargs) -> Any:
+        return triton_ihc.triton_ihc_post(k["x"], k["residual"], k["h_post"])
+
+    table: dict[str, Callable[[Kwargs], Any]] = {"ihc_pre": pre, "ihc_post": post, "ihc_post_pre": lambda k: (y := post(k), *pre({**k, "x": y}))}
+    return {"vLLM Triton": table[op]} if op in table else {}
+
+
 def flashinfer_peers(op: str) -> dict[str, Callable[[Kwargs], Any]]:
     """FlashInfer's fused RoPE, norm and append, where it is installed and has it (64/8 and 8/1 heads of 128, dense caches)."""
     found: dict[str, Callable[[Kwargs], Any]] = {}
@@ -164,5 +181,7 @@ def norm(k: Kwargs) -> Kwargs:
 def of(spec: OpSpec, case: Case, compiled: bool, standard: bool) -> dict[str, Callable[[Kwargs], Any]]:
     """The peers of a case: all of them for the model of the goals, the fused ones for their second head count too."""
     found = torch_peers(spec.name, compiled) if standard else {}
+    if standard and not case.options.get("norm"):
+        found |= vllm_peers(spec.name)
     second = (case.axes.get("q_heads"), case.axes.get("kv_heads")) == (8, 1)
     return found | (hpc_peers(spec.name) | flashinfer_peers(spec.name) if standard or second else {})
