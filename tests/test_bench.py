@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import sys
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from hccupy import arch  # noqa: E402
-from hccupy.bench import inputs, run  # noqa: E402
+from hccupy.bench import inputs, peers, run  # noqa: E402
 from hccupy.dtypes import BY_NAME  # noqa: E402
 from hccupy.explain import plan_for  # noqa: E402
 from hccupy.ops import REGISTRY  # noqa: E402
@@ -101,3 +105,96 @@ def test_facts_of_every_case():
                     and facts["tail"] == case.scalars.get("tail", "zero")
                     and facts["tokens"] == sum(case.options["new"])
                 )
+
+
+def _stand_ins(monkeypatch):
+    """hpc, vLLM and FlashInfer with our own functions behind their signatures."""
+    from types import ModuleType
+
+    import hccupy
+    from hccupy.compat import hpc
+
+    theirs = ModuleType("hpc")
+    theirs.__spec__ = importlib.machinery.ModuleSpec("hpc", None)
+    theirs.__dict__.update({n: getattr(hpc, n) for n in hpc.__all__})
+    monkeypatch.setitem(sys.modules, "hpc", theirs)
+
+    def append(
+        qkv, cos_sin, seq_lens, q_indptr, page_indices, key_cache, value_cache, *, num_q_heads, num_kv_heads, qk_norm_policy, q_norm_weight, k_norm_weight,
+        clear_unused_last_page_rows,
+    ):  # fmt: skip
+        assert (num_q_heads + 2 * num_kv_heads) * 128 == qkv.shape[1] and qk_norm_policy == 2
+        return hccupy.rope_norm_store_kv(
+            key_cache, value_cache, qkv, cos_sin, seq_lens, q_indptr, page_indices, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight,
+            qk_norm_policy="norm_then_rope", tail="zero" if clear_unused_last_page_rows else "keep",
+        )  # fmt: skip
+
+    def append_fp8(
+        qkv, cos_sin_cache, seq_lens, q_indptr, page_indices, paged_kv_cache, is_prefill, k_scale, v_scale, quant_policy, max_seqlen, *,
+        q_norm_weight, k_norm_weight, qk_norm_policy,
+    ):  # fmt: skip
+        assert quant_policy == 1 and qk_norm_policy == 2
+        return hccupy.rope_norm_store_kv_fp8(
+            *paged_kv_cache, qkv, cos_sin_cache, seq_lens, q_indptr, page_indices, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight,
+            qk_norm_policy="norm_then_rope", k_scale=k_scale, v_scale=v_scale, is_prefill=is_prefill, max_q_len=max_seqlen or None,
+        )  # fmt: skip
+
+    vllm = ModuleType("vllm.models.hy_v4.nvidia.triton_ihc")
+    vllm.triton_ihc_pre = lambda x, weight, scale, base, magnitude, hc_eps, norm_eps: hccupy.ihc_pre(x, weight, scale, base, norm_eps, hc_eps, magnitude)
+    vllm.triton_ihc_post = hccupy.ihc_post
+    parts = vllm.__name__.split(".")
+    for n in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:n]), ModuleType(".".join(parts[:n])))
+    sys.modules["vllm.models.hy_v4.nvidia"].triton_ihc = vllm
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    for module, name, function in (
+        ("cake_fused_qk_rope_append", "cake_fused_qk_rmsnorm_rope_append_paged_kv_cache", append),
+        ("cake_fused_qk_rope_fp8_append", "cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache", append_fp8),
+    ):
+        made = ModuleType(f"flashinfer.{module}")
+        setattr(made, name, function)
+        monkeypatch.setitem(sys.modules, f"flashinfer.{module}", made)
+
+
+PEER_CASES = {
+    "ihc_pre": "bench-1", "ihc_head": "bench-1", "ihc_post": "bench-8", "ihc_post_pre": "bench-1",
+    "rope_norm_store_kv": "bench-8-1-decode-16-at-1041", "rope_norm_store_kv_fp8": "bench-8-1-prefill-512",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", PEER_CASES)
+def test_peers_are_asked_for_the_same_thing(op, rng, monkeypatch):
+    """hpc-ops, vLLM and FlashInfer get their arguments in their own order: their stand-ins give what ours gives."""
+    import hccupy
+
+    _stand_ins(monkeypatch)
+    spec = REGISTRY[op]
+    case = next(c for c in spec.cases if c.name.startswith(PEER_CASES[op]))
+    if "rope" in op:  # where peers have no such argument, or are timed with their own default
+        case = replace(case, scalars={k: v for k, v in case.scalars.items() if k != "norm_eps"})
+    host = spec.make_inputs(case, rng)
+
+    def tensors():
+        return {k: inputs.tensor(v, "cpu") if isinstance(v, np.ndarray) else v for k, v in host.items()}
+
+    ours = tensors()
+    want = getattr(hccupy, op)(**ours)
+    found = peers.of(spec, case, False, True)
+    assert set(found) >= ({"hpc-ops", "FlashInfer"} if "rope" in op else {"hpc-ops", "torch eager"} | ({"vLLM Triton"} if op != "ihc_head" else set()))
+    for name in set(found) - {"torch eager"}:
+        theirs = tensors()
+        got = found[name](theirs)
+        for g, w in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, want)), strict=False):
+            assert torch.equal(g.view(torch.uint8), w.view(torch.uint8)), name
+        for a in spec.args:
+            if a.mutated:
+                assert torch.equal(theirs[a.name].view(torch.uint8), ours[a.name].view(torch.uint8)), (name, a.name)
+
+
+def test_fused_peers_only_where_they_serve(monkeypatch):
+    _stand_ins(monkeypatch)
+    spec = REGISTRY["rope_norm_store_kv"]
+    found = {c.name: set(peers.of(spec, c, False, run.standard(spec, c))) for c in spec.cases if c.name.startswith("bench")}
+    assert found["bench-64-8-prefill-512"] == {"torch eager", "hpc-ops", "FlashInfer"}
+    assert found["bench-8-1-prefill-512"] == {"hpc-ops", "FlashInfer"}
+    assert not found["bench-40-8-prefill-16384"] and not found["bench-64-8-packed-prefill-16384"]

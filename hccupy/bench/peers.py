@@ -1,10 +1,12 @@
-"""What ours is timed against: torch eager, torch.compile, and hpc-ops where it can be imported."""
+"""What ours is timed against: torch eager, torch.compile, and hpc-ops, vLLM and FlashInfer where they can be imported."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
 from typing import Any
+
+from ..spec import Case, OpSpec
 
 Kwargs = dict[str, Any]
 
@@ -107,5 +109,79 @@ def hpc_peers(op: str) -> dict[str, Callable[[Kwargs], Any]]:
         "ihc_head": lambda k: hpc.fuse_ihc_head(k["x"], *gates(k), **rms(k)),
         "ihc_post": lambda k: hpc.fuse_ihc_post(k["x"], k["residual"], k["h_post"]),
         "ihc_post_pre": lambda k: hpc.fuse_ihc_post_pre(k["x"], k["residual"], k["h_post"], *gates(k), 2.0, **rms(k)),
+        "rope_norm_store_kv": lambda k: hpc.rope_norm_store_kv(*paged(k), prefill(k), **norm(k)),
+        "rope_norm_store_kv_fp8": lambda k: hpc.rope_norm_store_kv_fp8(
+            *paged(k), prefill(k), k["k_scale"], k["v_scale"], 1, max_seqlens=k.get("max_q_len") or 0, **norm(k)
+        ),
     }
     return {"hpc-ops": table[op]} if op in table else {}
+
+
+def vllm_peers(op: str) -> dict[str, Callable[[Kwargs], Any]]:
+    """vLLM's Triton kernels of HY V4, where vLLM is installed: no head, no norm, post and pre one after the other."""
+    try:
+        from vllm.models.hy_v4.nvidia import triton_ihc
+    except ImportError:
+        return {}
+
+    def pre(k: Kwargs) -> Any:
+        return triton_ihc.triton_ihc_pre(k["x"], k["w"], k["hc_scale"], k["hc_base"], k.get("magnitude", 2.0), k["hc_eps"], k["norm_eps"])
+
+    def post(k: Kwargs) -> Any:
+        return triton_ihc.triton_ihc_post(k["x"], k["residual"], k["h_post"])
+
+    table: dict[str, Callable[[Kwargs], Any]] = {"ihc_pre": pre, "ihc_post": post, "ihc_post_pre": lambda k: (y := post(k), *pre({**k, "x": y}))}
+    return {"vLLM Triton": table[op]} if op in table else {}
+
+
+def flashinfer_peers(op: str) -> dict[str, Callable[[Kwargs], Any]]:
+    """FlashInfer's fused RoPE, norm and append, where it is installed and has it (64/8 and 8/1 heads of 128, dense caches)."""
+    found: dict[str, Callable[[Kwargs], Any]] = {}
+    try:
+        if op == "rope_norm_store_kv":
+            from flashinfer.cake_fused_qk_rope_append import cake_fused_qk_rmsnorm_rope_append_paged_kv_cache as append
+
+            def fused(k: Kwargs) -> Any:
+                kv_heads, dim = k["key_cache"].shape[2:]
+                key_cache, value_cache, *rest = paged(k)
+                return append(
+                    *rest, key_cache, value_cache, num_q_heads=k["qkv"].shape[1] // dim - 2 * kv_heads, num_kv_heads=kv_heads,
+                    clear_unused_last_page_rows=k.get("tail", "zero") == "zero", **norm(k),
+                )  # fmt: skip
+
+            found["FlashInfer"] = fused
+        elif op == "rope_norm_store_kv_fp8":
+            from flashinfer.cake_fused_qk_rope_fp8_append import cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache as append_fp8
+
+            def fused_fp8(k: Kwargs) -> Any:
+                key_cache, value_cache, *rest = paged(k)
+                return append_fp8(*rest, (key_cache, value_cache), prefill(k), k["k_scale"], k["v_scale"], 1, k.get("max_q_len") or 0, **norm(k))
+
+            found["FlashInfer"] = fused_fp8
+    except ImportError:  # not installed, or a release without them
+        pass
+    return found
+
+
+def paged(k: Kwargs) -> tuple[Any, ...]:
+    """hpc-ops' first arguments. FlashInfer's are the same with the caches behind the others."""
+    return tuple(k[n] for n in ("key_cache", "value_cache", "qkv", "cos_sin", "seq_lens", "q_index", "block_table"))
+
+
+def prefill(k: Kwargs) -> bool:
+    """Has any request more than one new token? Told from shapes, as a graph is being captured."""
+    return bool(k["qkv"].shape[0] > k["seq_lens"].shape[0])
+
+
+def norm(k: Kwargs) -> Kwargs:
+    """The norm's arguments; the bench's cases all norm first."""
+    return {"q_norm_weight": k["q_norm_weight"], "k_norm_weight": k["k_norm_weight"], "qk_norm_policy": 2}
+
+
+def of(spec: OpSpec, case: Case, compiled: bool, standard: bool) -> dict[str, Callable[[Kwargs], Any]]:
+    """The peers of a case: all of them for the model of the goals, the fused ones for their second head count too."""
+    found = torch_peers(spec.name, compiled) if standard else {}
+    if standard and not case.options.get("norm"):
+        found |= vllm_peers(spec.name)
+    second = (case.axes.get("q_heads"), case.axes.get("kv_heads")) == (8, 1)
+    return found | (hpc_peers(spec.name) | flashinfer_peers(spec.name) if standard or second else {})

@@ -120,8 +120,10 @@ def facts_of(spec: OpSpec, case: Case, bound: Bound) -> dict[str, Any]:
     return facts | ({"norm": bool(case.options.get("norm"))} if any(a.name == "rms_weight" for a in spec.args) else {})
 
 
-def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bool, with_peers: bool, seconds: dict[Any, float]) -> list[dict[str, Any]]:
-    """Verify one case and time ours, torch and peers. One record each."""
+def time_case(
+    spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bool, with_peers: bool, seconds: dict[Any, float], failures: list[str]
+) -> list[dict[str, Any]]:
+    """Verify one case and time ours, torch and peers. One record each; a peer that cannot is named in `failures`."""
     host, device, index = inputs.make(spec, case)
     function = getattr(hccupy, spec.name)
     first = function(**device)
@@ -145,9 +147,11 @@ def time_case(spec: OpSpec, case: Case, ceilings: dict[str, float], compiled: bo
             records.append({**row, "op": f"{spec.name} ({name})", "peer": name})
 
     add("hccupy", [partial(function, **k, **o) for k, o in zip(sets, outs, strict=True)])
-    if with_peers and standard(spec, case):
-        for name, peer in {**peers.torch_peers(spec.name, compiled), **peers.hpc_peers(spec.name)}.items():
+    for name, peer in peers.of(spec, case, compiled, standard(spec, case)).items() if with_peers else ():
+        try:
             add(name, [partial(peer, k) for k in sets[: 64 if "torch" in name else None]])
+        except Exception as error:  # ours has been measured
+            failures.append(f"{spec.name} {case.name} ({name}): {type(error).__name__}: {error}")
     return records
 
 
@@ -235,7 +239,7 @@ def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bo
         for spec, case in todo:
             progress.update(bar, description=f"{spec.name} {case.name}")
             try:
-                report["records"] += time_case(spec, case, report["ceilings_tbps"], compiled, with_peers, seconds)
+                report["records"] += time_case(spec, case, report["ceilings_tbps"], compiled, with_peers, seconds, report["failures"])
             except Exception as error:  # one wrong or impossible case must not cost the others their record
                 report["failures"].append(f"{spec.name} {case.name}: {type(error).__name__}: {error}")
             write(report, output)  # after each case: a run that is stopped keeps what it measured
