@@ -232,7 +232,7 @@ def parser() -> argparse.ArgumentParser:
     p = commands.add_parser("bench", help="verify and time the kernels: CUDA graphs, cold L2, medians; ceilings and peers in the same run")
     p.add_argument("ops", nargs="*", help="default: all")
     p.add_argument("--match", default="", help="only cases whose name holds this text")
-    p.add_argument("--output", type=Path, default=Path("bench.json"), help="the record (a .csv is written beside it)")
+    p.add_argument("--output", type=Path, default=Path("bench.json"), help="the record (a .csv and two figures are written beside it)")
     p.add_argument("--compile", action="store_true", help="time torch.compile too (seconds a shape)")
     p.add_argument("--no-peers", action="store_true", help="time nothing but ours")
     p.add_argument("--check", type=Path, metavar="FILE", help="exit 1 where a case is over 10 %% slower than in this record")

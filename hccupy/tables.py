@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from . import switches
-from .bench.plot import FIGURES, figure_file, of_the_model, plot
+from .bench.plot import FIGURES, figure_file, lines, measured, of_the_model, plot
 from .bench.run import write
 from .ops import REGISTRY
 from .spec import Arg, OpSpec
 from .version import __version__
 
 RESULTS = Path("notebooks/results/h200")  # the reports that the README quotes
+SIZES = (1, 16, 64, 256, 1024, 4096, 16384)
 Report = dict[str, Any]
 
 
@@ -45,7 +46,8 @@ def op_table() -> str:
 
 def status(tests: Report, bench: Report, demo: Report, guards: Report) -> str:
     """The README's status: what the committed reports say."""
-    return "\n\n".join((suite(tests), times(bench), host(bench), others(bench), safety(guards), decoding(demo)))
+    parts = (suite(tests), times(bench), rivals(bench), host(bench), others(bench), safety(guards), decoding(demo))
+    return "\n\n".join(filter(None, parts))
 
 
 def suite(tests: Report) -> str:
@@ -61,24 +63,40 @@ def suite(tests: Report) -> str:
 
 def times(bench: Report) -> str:
     """Microseconds of the model's sizes."""
-    sizes = [1, 16, 64, 256, 1024, 4096, 16384]
-    lines = [
+    text = [
         f"Microseconds a call on {bench['gpu']} ({bench['date']}; CUDA graph of consecutive calls with programmatic dependent launch, "
         "cold L2, median; bf16, hc 4, hidden 6144; RoPE with 64/8 heads of 128, decode at length 1041), and TB/s at the largest size, "
         "each input and output counted once:",
         "",
-        "| op | " + " | ".join(map(str, sizes)) + " | TB/s |",
-        "|---|" + "---|" * (len(sizes) + 1),
+        "| op | " + " | ".join(map(str, SIZES)) + " | TB/s |",
+        "|---|" + "---|" * (len(SIZES) + 1),
     ]
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     for r in filter(of_the_model, bench["records"]):
         if r["op"] not in ("store_kv", "zero_kv_tail"):
             rows.setdefault(f"`{r['op']}`" + (" + norm" if r.get("norm") else ""), {})[r["tokens"]] = r
     for name, row in rows.items():
-        cells = [f"{row[n]['us']:.1f}" if n in row else "" for n in sizes]
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {row[max(row)]['gbps'] / 1e3:.2f} |")
+        cells = [f"{row[n]['us']:.1f}" if n in row else "" for n in SIZES]
+        text.append(f"| {name} | " + " | ".join(cells) + f" | {row[max(row)]['gbps'] / 1e3:.2f} |")
     missing = [f"`{op}`" for op in REGISTRY if op not in {r["op"] for r in bench["records"]}]
-    return "\n".join(lines) + (f"\n\nNot in this record yet: {', '.join(missing)}." if missing else "")
+    return "\n".join(text) + (f"\n\nNot in this record yet: {', '.join(missing)}." if missing else "")
+
+
+def rivals(bench: Report) -> str:
+    """The best other kernel of the record by op and size; nothing where torch eager, which the figure shows, is the only one."""
+    found = {op: {name: rows for name, rows in lines(bench, op).items() if name != "hccupy"} for op in measured(bench)}
+    if {name for peers in found.values() for name in peers} <= {"torch eager"}:
+        return ""
+    rows = ["The best other kernel that was timed in the same run, in microseconds:", ""]
+    rows += ["| op | " + " | ".join(map(str, SIZES)) + " |", "|---|" + "---|" * len(SIZES)]
+    for op, peers in found.items():
+        best: dict[int, tuple[float, str]] = {}
+        for name, records in peers.items():
+            for r in records:
+                best[r["tokens"]] = min(best.get(r["tokens"], (r["us"], name)), (r["us"], name))
+        if best:
+            rows.append(f"| `{op}` | " + " | ".join(f"{best[n][0]:.1f} {best[n][1]}" if n in best else "" for n in SIZES) + " |")
+    return "\n".join(rows)
 
 
 def host(bench: Report) -> str:
@@ -117,11 +135,11 @@ def decoding(demo: Report) -> str:
     """The demo's decoding rates as a table."""
     rates = {r["how"]: r["tokens_per_s"] for r in demo["decode"]}
     same = "the same tokens" if all(r["same"] for r in demo["decode"]) else "not the same tokens everywhere"
-    lines = [f"SmolLM2-135M as an iHC network on {demo['gpu']}, fp32 weights, decoded tokens a second ({same}):"]
-    lines += ["", "| network | eager | compiled | compiled, one CUDA graph a token |", "|---|---|---|---|"]
+    rows = [f"SmolLM2-135M as an iHC network on {demo['gpu']}, fp32 weights, decoded tokens a second ({same}):"]
+    rows += ["", "| network | eager | compiled | compiled, one CUDA graph a token |", "|---|---|---|---|"]
     for name in dict.fromkeys(how.split(", ")[0] for how in rates):
-        lines.append(f"| {name} | " + " | ".join(f"{rate:.0f}" for how, rate in rates.items() if how.startswith(name)) + " |")
-    return "\n".join(lines)
+        rows.append(f"| {name} | " + " | ".join(f"{rate:.0f}" for how, rate in rates.items() if how.startswith(name)) + " |")
+    return "\n".join(rows)
 
 
 def pictures(bench: Report, file: Path, root: Path) -> str:

@@ -189,6 +189,20 @@ def test_figures_are_drawn_from_the_report(name, tmp_path):
     assert drawn[0] == drawn[1] and "</svg>" in drawn[0]
 
 
+def test_figures_and_tables_know_every_peer_of_a_record():
+    """The message and the table name the best other kernel, size by size; nothing is rounded in our favour."""
+    bench = json.loads((RESULTS / "bench.json").read_text())
+    ours = [r for r in bench["records"] if plot.of_the_model(r) and r["op"] == "ihc_post"]
+    bench["records"] = ours + [
+        {**r, "op": f"ihc_post ({name})", "peer": name, "us": r["us"] * k} for r in ours for name, k in (("hpc-ops", 0.94), ("other", 3))
+    ]
+    assert plot.time_message(bench) == "0.9 to 0.9 times as fast as the best other kernel of the record"
+    assert f"{0.94 * ours[0]['us']:.1f} hpc-ops | " in tables.rivals(bench)
+    assert [t.get_text() for t in plot.time_figure(bench).legends[0].get_texts()] == ["hccupy", "hpc-ops", "other", "floor: each byte once"]
+    bench["records"] = ours
+    assert tables.rivals(bench) == "" and plot.time_message(bench) == "Microseconds a call"
+
+
 def test_the_digest_follows_the_data():
     bench = json.loads((RESULTS / "bench.json").read_text())
     before = plot.digest(bench)
