@@ -272,7 +272,15 @@ def test_the_engines_page_names_every_hpc_function_and_argument():
             assert new in taken, new
 
 
-def test_the_changelog_has_this_version():
+def test_the_changelog_is_complete():
+    """This version, every public function, module layer, command and switch."""
     import hccupy
+    from hccupy import nn
 
-    assert f"## {hccupy.__version__}" in (ROOT / "CHANGELOG.md").read_text() and hccupy.__version__ == "0.1.0"
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {hccupy.__version__}" in text and hccupy.__version__ == "0.1.0"
+    commands = next(a for a in cli.parser()._actions if a.dest == "command").choices
+    functions = [n for n in hccupy.__all__ if inspect.isfunction(getattr(hccupy, n))]
+    layers = [n for n in nn.__all__ if not n.startswith("Hpc")]
+    missing = [n for n in (*functions, *layers, *SWITCHES, "hccupy.patch") if not re.search(rf"\b{n}\b", text)]
+    assert not missing + [c for c in commands if f"hccupy {c}" not in text]

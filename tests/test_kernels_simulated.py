@@ -106,18 +106,18 @@ def _close(label, g, w):
     assert (np.abs(a - b)[off] <= 1).all(), f"{label}: more than one step apart"
 
 
-OTHERS = [op for op in REGISTRY if op not in checks.IHC]
+OTHERS = [op for op in REGISTRY if op not in checks.IHC]  # RoPE, the stores, and whatever op is added
 OTHER_CASES = [(op, c) for op in OTHERS for c in REGISTRY[op].cases if not c.name.startswith("bench")]
 
 
 @pytest.mark.parametrize(("op", "case"), [pytest.param(o, c, id=f"{o}-{c.name}-{c.dtype}") for o, c in OTHER_CASES])
-def test_other_kernels_against_the_reference(op, case, rng):
+def test_rope_and_store_kernels_against_the_reference(op, case, rng):
     _same_as_reference(op, case, rng, seed=1)
 
 
 @pytest.mark.parametrize("build", BUILDS[1:], ids=["ubsan", "watch"])
 @pytest.mark.parametrize("op", OTHERS)
-def test_other_kernels_sanitized(op, build, rng):
+def test_rope_and_store_kernels_sanitized(op, build, rng):
     cases = [c for o, c in OTHER_CASES if o == op]
     for case in cases[:: max(len(cases) // 3, 1)]:
         _same_as_reference(op, case, rng, seed=2, **build)
