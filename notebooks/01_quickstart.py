@@ -71,9 +71,9 @@ assert torch.equal(alone[0], y[2])
 # network would be the plain residual one.
 
 # %%
-figure, axis = plt.subplots(figsize=(5, 3))
+figure, axis = plt.subplots(figsize=(5, 3), layout="constrained")
 image = axis.imshow(h_post.cpu(), vmin=0, vmax=2, cmap="cividis", aspect="auto")
-axis.set(xlabel="channel", ylabel="token", title="h_post: how much of the block each channel takes", xticks=range(hc))
+axis.set(xlabel="channel", ylabel="token", title="how much of the block each channel takes", xticks=range(hc))
 axis.grid(visible=False)
 figure.colorbar(image, label="gate")
 plt.show()
