@@ -32,7 +32,7 @@ struct IhcKernel {
   static constexpr int kBlockChunks = kChunks / kRanks;
   static constexpr int kQuads = kPartials / 4;
   // The lanes of a quad read slots that would lie a multiple of 32 banks apart: 0.05 to 0.15 us at 1 to 16 tokens.
-  static constexpr int kSlot = kPartials + 4, kNormSlot = kTileTokens + 2;
+  static constexpr int kSlot = kPartials + 4, kNormSlot = kRanks + 4;
   static constexpr int kNormSums = 4 * kTileTokens + 8;  // of a warp: by tokens and lanes of a quad
   static_assert(kBlockChunks * Shape::kChunkUnits == kUnits, "chunks tile the units of a block");
 
@@ -48,8 +48,8 @@ struct IhcKernel {
     using Access = Octet<Shape::kVec>;
     __shared__ __align__(16) float partials[kUnits][kPartials];
     __shared__ __align__(16) float slots[kRanks][kSlot];
-    __shared__ float norm_sums[Shape::kHasNorm ? kWarps : 1][kNormSums];
-    __shared__ float norm_slots[Shape::kHasNorm ? kRanks : 1][kNormSlot];
+    __shared__ __align__(16) float norm_sums[Shape::kHasNorm ? kWarps : 1][kNormSums];
+    __shared__ __align__(16) float norm_slots[Shape::kHasNorm ? kTileTokens : 1][kNormSlot];
     __shared__ Barrier gates_full, norm_full;
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -130,7 +130,7 @@ struct IhcKernel {
         Shape::Sums sums;
 #pragma unroll
         for (int b = 0; b < Shape::kHalf; ++b) sums.add(weights[half], b, x[half * Shape::kHalf + b]);
-        store_partials(partials[2 * warp + half], sums.result(weights[half]), lane);
+        store_partials<1>(partials[2 * warp + half], sums.result(weights[half]), lane);
       }
     }
     __syncthreads();
@@ -171,11 +171,13 @@ struct IhcKernel {
         dots = quarter<float4>(t, [&](int r) { return *reinterpret_cast<const float4*>(&slots[r][quad]); });
         squares = quarter<float>(t, [&](int r) { return slots[r][kTileTokens * kOutputs + g]; });
       }
-      dots = dots + shuffle_xor(dots, 1);
-      dots = dots + shuffle_xor(dots, 2);
-      squares = warp_tree<4>(squares);
+      // A lane needs its own output alone: it passes on the half of the dots that it does not, then half of the rest.
       const int part = (base + t) & 3;
-      const float dot = part == 0 ? dots.x : part == 1 ? dots.y : part == 2 ? dots.z : dots.w;
+      const bool odd = part & 1, upper = part & 2;
+      const float low = (odd ? dots.y : dots.x) + __shfl_xor_sync(0xffffffffu, odd ? dots.x : dots.y, 1);
+      const float high = (odd ? dots.w : dots.z) + __shfl_xor_sync(0xffffffffu, odd ? dots.z : dots.w, 1);
+      const float dot = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 2);
+      squares = warp_tree<4>(squares);
       return by.gate<static_cast<int>(Shape::kDepth)>(dot, squares, a.norm_eps);
     };
     const auto return_gates = [&](float gate) {
@@ -195,22 +197,26 @@ struct IhcKernel {
       if constexpr (Shape::kRoundBeforeNorm) unpack<kXDtype>(pack<kXDtype>(z), z);
       norm_sums[warp][lane] = octet_squares(z);
       __syncthreads();
-      // 16 lanes a token, as many as peers: lane 4 j + t has the octets t of warps j, j + 4, ...
+      // 16 lanes a token, as many as peers: lane t of a quad has the octets of warps t, t + 4, ... Loads of 16 bytes
+      // and sums inside a lane take less time than shuffles.
       if (threadIdx.x < kTileTokens * kRanks) {
-        const int token_of_tile = threadIdx.x / kRanks, peer = threadIdx.x % kRanks, run = peer >> 2;
-        const float* from = &norm_sums[run][4 * token_of_tile + t];
-        float sum = 0.0f;
+        const int token_of_tile = threadIdx.x / kRanks, peer = threadIdx.x % kRanks;
+        const float* from = &norm_sums[t][4 * token_of_tile];
+        float4 runs = *reinterpret_cast<const float4*>(from);
 #pragma unroll
-        for (int w = 0; w < kWarps; w += 4) {
-          if (w + 4 <= kWarps || w + run < kWarps) sum += from[w * kNormSums];
+        for (int w = 4; w < kWarps; w += 4) {
+          if (w + 4 <= kWarps || w + t < kWarps) runs = runs + *reinterpret_cast<const float4*>(from + w * kNormSums);
         }
-        sum = warp_tree<kRanks>(sum);
+        const float sum = warp_tree<4>(across(runs));
         if (token_of_tile < count)
-          store_peer(peer_address(shared_address(&norm_slots[rank][token_of_tile]), peer), sum,
+          store_peer(peer_address(shared_address(&norm_slots[token_of_tile][rank]), peer), sum,
                      peer_address(shared_address(&norm_full), peer));
       }
       barrier_wait_cluster(&norm_full, 0);
-      const float sum = warp_tree<4>(has_token ? quarter<float>(t, [&](int r) { return norm_slots[r][g]; }) : 0.0f);
+      float quarters[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) quarters[k] = across(*reinterpret_cast<const float4*>(&norm_slots[g][4 * k]));
+      const float sum = (quarters[0] + quarters[1]) + (quarters[2] + quarters[3]);
       const float inverse = norm_inverse<Shape::kHidden>(sum, a.rms_eps);
 #pragma unroll
       for (int k = 0; k < 8; ++k) z[k] = z[k] * inverse * norm_weights[k];

@@ -28,23 +28,19 @@ namespace hccupy {
 struct IhcKernel {
   using Layout = StreamLayout;
   using Shape = Layout::Shape;
-  static constexpr int kThreads = Layout::kThreads, kBlocks = Layout::kBlocks;
+  static constexpr int kRanks = Layout::kRanks, kThreads = Layout::kThreads, kBlocks = Layout::kBlocks;
   static constexpr int kMmaWarps = Layout::kMmaWarps, kApplyWarps = Layout::kApplyWarps;
 
-  // No block barrier: the loader makes the barriers and asks for its first tiles at once, the mma warps ask for their
+  // No block barrier: the loader makes its barriers and asks for its first tiles at once, the mma warps ask for their
   // weights at once, and the cluster barrier tells everyone else that the barriers are there. A block may end once its
   // own tiles are done: every byte that peers send it has arrived by then.
   static __device__ __forceinline__ void run(const IhcArguments& a) {
     const int warp = threadIdx.x >> 5;
     let_next_grid_start();
+    // The compiler sets the last branch first: the loader, so that its instructions, which a launch waits for, stand in
+    // one line and are fetched soonest.
     if (warp < kMmaWarps) {
-      take_registers<Layout::kMmaRegisters>();
-      cluster_arrive();
-      StreamSums r;
-      r.place();
-      r.lane = Layout::fresh_thread() & 31;
-      r.deal(a.tokens);
-      r.multiply_tiles(a, Layout::fresh_thread() >> 5);
+      StreamSums{}.multiply_tiles(a);
     } else if (warp < kMmaWarps + kApplyWarps) {
       give_registers<Layout::kApplyRegisters>();
       cluster_arrive();
@@ -64,20 +60,27 @@ struct IhcKernel {
     } else {
       give_registers<Layout::kHelperRegisters>();
       const int helper = (Layout::fresh_thread() >> 5) - kMmaWarps - kApplyWarps;
-      if (helper == 3) StreamCopy::prefetch_token(a);
-      Layout at;
-      at.place();
-      at.lane = Layout::fresh_thread() & 31;
-      if (helper == 0) at.make_barriers();
-      cluster_arrive();
-      at.deal(a.tokens);
-      if (helper == 0) {
-        StreamCopy{at}.load_tiles(a);
-      } else {
+      if (helper > 0) {
+        if (helper == 3) StreamCopy::prefetch_token(a);
+        Layout at;
+        at.place();
+        at.lane = Layout::fresh_thread() & 31;
+        if (helper == 1) at.make_other_barriers();
+        cluster_arrive();
+        at.deal(a.tokens);
+        if (Shape::kPost && helper == 3) StreamCopy{at}.prefetch_tiles(a);
         cluster_wait();
         wait_for_previous_grid();
         if (helper == 1) StreamSums{at}.make_gates(a);
         if (Shape::kPost && helper == 2) StreamCopy{at}.store_posts(a);
+      } else {
+        StreamCopy r;
+        r.place();
+        r.lane = Layout::fresh_thread() & 31;
+        r.make_ring_barriers();
+        cluster_arrive();
+        r.deal(a.tokens);
+        r.load_tiles(a);
       }
     }
   }

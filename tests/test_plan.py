@@ -87,7 +87,7 @@ def test_docstring_names_every_argument_and_result(op):
         assert section in text
 
 
-SIGNATURE = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^{;]*)\)\s*\{')
+SIGNATURE = re.compile(r'extern "C" __global__ void\s+(?:__\w+__\([^)]*\)\s*)*(\w+)\(([^{;]*)\)\s*\{')
 
 
 def kernel_signatures():

@@ -38,8 +38,13 @@ def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
     """
     longer = post or norm  # a tile takes longer
     two_tiles = ceil_div(fit, 2) if longer else fit // 2
-    if tokens <= TILE * ceil_div(fit, 2):  # one tile each. 64 tokens: pre 4.32 (7 clusters of two 4.61), head 3.98 (4.51)
-        wanted = ceil_div(tokens, 7 if post else TILE)  # post_pre at 64 tokens: 8 clusters 6.06, 9 5.66, 10 5.57, 11 5.65
+    if tokens <= TILE * ceil_div(fit, 2):  # one tile each
+        if post:
+            wanted = ceil_div(tokens, 7)  # 64 tokens: 8 clusters 6.06, 9 5.66, 10 5.57, 11 5.65
+        elif tokens <= TILE * (fit // 2):
+            wanted = fit // 2  # as many as the next grid has room for. pre at 48 tokens: 7 clusters 3.71, 6 3.89; at 56: 7 3.90, 8 4.42
+        else:
+            wanted = ceil_div(2 * tokens, 2 * TILE - 1)  # pre at 64: 9 clusters 0.02 to 0.14 before 8 and 10 on three machines of four; 7 of two tiles 4.61
     elif tokens <= 2 * TILE * two_tiles:
         wanted = two_tiles  # pre at 112 tokens: 7 clusters 5.4, 8 5.9, 14 5.4
     elif tokens <= 3 * TILE * (fit - 2):
@@ -51,6 +56,11 @@ def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
     return max(1, min(wanted, fit))
 
 
+def cluster_tokens(tokens: int) -> int:
+    """Most tokens of a cluster of 16 blocks. pre at 8 tokens: 4 a cluster 2.63, 8 a cluster 3.11; at 16: 6 2.96, 8 3.17, 4 3.41 (norm 3.47, 3.66, 3.86)."""
+    return 4 if tokens <= 8 else 6 if tokens <= 18 else 8
+
+
 def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
     """(launch, source file). Figures: H200, hidden 6144, hc 4, bf16, microseconds."""
     op, tokens, hidden = OPS[b.op], b.axes["tokens"], b.axes["hidden"]
@@ -60,8 +70,7 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
         vec = min(vec, 4)
     defines = {"kOp": op, "kVec": vec}
     if tokens <= 32 and arch.clusters_of_16:
-        # pre at 8 tokens: 4 a cluster 2.63, 8 a cluster 3.11; at 16: 6 2.96, 8 3.17, 4 3.41 (with norm 3.47, 3.66, 3.86).
-        each = 4 if tokens <= 8 else 6 if tokens <= 18 else 8
+        each = cluster_tokens(tokens)
         clusters = ceil_div(tokens, each)
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
         block = (hidden // 512 + 1) * 32

@@ -215,17 +215,20 @@ struct UnitSums {
   }
 };
 
-// Writes a lane's sums in the order of kPartials.
+// Writes a lane's sums in the order of kPartials; squares kStride apart.
+template <int kStride>
 __device__ __forceinline__ void store_partials(float* to, float4 sums, int lane) {
   const int g = lane >> 2, t = lane & 3;
   to[(2 * t) * kOutputs + g] = sums.x;
   to[(2 * t + 1) * kOutputs + g] = sums.y;
-  if ((g >> 1) == t) to[kTileTokens * kOutputs + g] = (g & 1) ? sums.w : sums.z;
+  if ((g >> 1) == t) to[kTileTokens * kOutputs + kStride * g] = (g & 1) ? sums.w : sums.z;
 }
 
 __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
   return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
+// The tree of four neighbours, in a lane.
+__device__ __forceinline__ float across(float4 v) { return (v.x + v.y) + (v.z + v.w); }
 __device__ __forceinline__ float4 shuffle_xor(float4 a, int mask) {
   return float4{__shfl_xor_sync(0xffffffffu, a.x, mask), __shfl_xor_sync(0xffffffffu, a.y, mask),
                 __shfl_xor_sync(0xffffffffu, a.z, mask), __shfl_xor_sync(0xffffffffu, a.w, mask)};

@@ -27,7 +27,7 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 // The same shared variable in the block `rank` of this cluster.
 __device__ __forceinline__ unsigned int peer_address(unsigned int address, unsigned int rank) {
   unsigned int peer;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
   return peer;
 }
 

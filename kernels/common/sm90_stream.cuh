@@ -7,11 +7,12 @@
 //   Waits for full, partials_empty; tells partials_full, empty, y_full.
 // * apply, 4 warps: z of a token each, then of another; norm: squares told.
 //   Waits for gates_full, norm_full; tells empty.
-// * loader: makes the barriers, bulk copies x into the ring of stages. Waits for empty; tells full (bytes).
-// * gates: adds the 8 chunks, tells all blocks, works out gates.
-//   Waits for partials_full, slot_full; tells partials_empty, gates_full.
+// * loader: makes the ring's barriers, bulk copies x into the stages. Waits for empty; tells full (bytes).
+// * gates: makes the other barriers; adds the 8 chunks, tells block n of token n, works out the gates of its own token
+//   and tells them to all. Waits for partials_full, slot_full (bytes); tells partials_empty, gates_full (bytes).
 // * storer: post_pre: bulk copies y to memory. Waits for y_full; tells empty.
-// * asker: asks L2 for x of small batches before the previous kernel ends.
+// * asker: asks L2 for x of small batches (post_pre: also for the first tiles of large ones) before the previous kernel
+//   ends.
 #pragma once
 
 #include "common/sm90_ihc_baked.cuh"
@@ -41,16 +42,19 @@ struct StreamLayout {
   static constexpr int kTokenBytes = kHc * kRowBytes + 64;
   static constexpr int kPostBytes = kRowBytes + 64;
   static constexpr int kStageBytes = kTileTokens * (kTokenBytes + (kPost ? kPostBytes : 0));
-  static constexpr int kSlotBytes = kRanks * kPartials * 4;
+  static constexpr int kTokenQuads = 3;  // what a slice says of a token, 4 floats each: dots, dots, sum of squares
+  static constexpr int kQuads = kTileTokens * kTokenQuads, kDotQuads = 2 * kTileTokens;
+  static constexpr int kSlotBytes = kRanks * kTokenQuads * 16;
+  static_assert(kRanks == kTileTokens, "block n works out the gates of token n");
   // Two slots suffice: a peer tells tile n only after it has read slot n - 1, which needed this block's part, told
   // after this block had read slot n - 2.
   static constexpr int kSlots = 2;
   static constexpr int kGateBytes = kTileTokens * kHc * 4;
   static constexpr int kPerStageBytes = kStageBytes + kGateBytes + (kPost ? kGateBytes : 0) + 5 * 8;
   static constexpr int kHalfTokens = kTileTokens / 2;
-  static constexpr int kNormBytes = kRanks * kHalfTokens * 4;  // what a half tile's norm exchange brings
+  static constexpr int kNormBytes = kRanks * kTileTokens * 4;  // what a tile's norm exchange brings
   static constexpr int kFixedBytes =
-      2 * kMmaWarps * kPartials * 4 + kSlots * kSlotBytes + (kHasNorm ? kColumns * 4 + 4 * kNormBytes : 0) + 10 * 8;
+      2 * kMmaWarps * kQuads * 16 + kSlots * kSlotBytes + (kHasNorm ? kColumns * 4 + 2 * kNormBytes : 0) + 8 * 8;
   static constexpr int kMostBytes = 232448;  // what a block may have on sm_90, and what the launch asks for
   static constexpr int kFit = (kMostBytes - kFixedBytes) / kPerStageBytes;
   static constexpr int kStages = kFit > 6 ? 6 : kFit;
@@ -61,26 +65,24 @@ struct StreamLayout {
                         kRows = kNarrow && kVec < 8 &&
                                 kWeightRegisters > 96;  // rows copied by lanes take registers of the loader
   // 64K registers of an SM: 256 mma threads, 128 of apply, 128 helpers. Norm without post: the apply warps are the
-  // bottleneck, and 192 / 80 / 48 is 4 % faster than 200 / 72 / 40 (258 against 270 us at 16384); elsewhere no split
-  // differs by 1 %.
+  // bottleneck and work at two tokens at once, for which 80 registers are too few. Elsewhere no split differs by 1 %.
   static constexpr bool kApplyBound = kHasNorm && !kPost && !kWide && !kNarrow;
   static constexpr int kMmaRegisters = kWide ? 208 : kRows ? 176 : kNarrow || kApplyBound ? 192 : 200;
-  static constexpr int kHelperRegisters = kRows ? 56 : kApplyBound ? 48 : 40;
+  static constexpr int kHelperRegisters = kRows ? 56 : 40;
   static constexpr int kApplyRegisters = 512 - 2 * kMmaRegisters - kHelperRegisters;
   static_assert(2 * kMmaRegisters + kApplyRegisters + kHelperRegisters == 512,
                 "the warpgroups share what 512 threads of 128 registers start with");
   static_assert(kStages >= 2, "a ring needs two stages");
   static_assert(kWeightRegisters <= 168, "the weights of a chunk must fit in the registers of a warp");
-  static_assert(kPartials * 4 % 16 == 0 && kStageBytes % 16 == 0 && kSlotBytes % 16 == 0,
-                "the parts of shared memory stay aligned");
+  static_assert(kStageBytes % 16 == 0, "the parts of shared memory stay aligned");
 
   char* stages;        // [kStages][kStageBytes]: tokens of x (post_pre: residual, then y), then post_pre's x
-  float* partials;     // [2][kMmaWarps][kPartials]
-  float* slots;        // [kSlots][kRanks][kPartials]
+  float* partials;     // [2][kMmaWarps][kQuads][4]: dots of 8 tokens, then squares
+  float* slots;        // [kSlots][kRanks][kTokenQuads][4]: of this block's token
   float* gates;        // [kStages][kTileTokens][kHc]: pre gates
   float* h_in;         // [kStages][kTileTokens][kHc]: post_pre's h_post
   float* norm_weight;  // [kColumns]
-  float* norm_slots;   // [2][2 halves][kRanks][kHalfTokens]
+  float* norm_slots;   // [2][kTileTokens][kRanks]
   int2* places;        // [kStages]: first token and number of tokens of the tile there, from the loader
   Barrier *full, *empty, *y_full, *gates_full, *slot_full, *partials_full, *partials_empty, *norm_full;
   int rank, lane, tiles;
@@ -96,27 +98,38 @@ struct StreamLayout {
     const auto floats = [&](int bytes) { return reinterpret_cast<float*>(take(bytes)); };
     const auto barriers = [&](int count) { return reinterpret_cast<Barrier*>(take(8 * count)); };
     stages = take(kStages * kStageBytes);
-    partials = floats(2 * kMmaWarps * kPartials * 4);
+    partials = floats(2 * kMmaWarps * kQuads * 16);
     slots = floats(kSlots * kSlotBytes);
     gates = floats(kStages * kGateBytes);
     if constexpr (kPost) h_in = floats(kStages * kGateBytes);
     if constexpr (kHasNorm) {
       norm_weight = floats(kColumns * 4);
-      norm_slots = floats(4 * kNormBytes);
+      norm_slots = floats(2 * kNormBytes);
     }
     places = reinterpret_cast<int2*>(take(kStages * 8));
     full = barriers(kStages), empty = barriers(kStages), y_full = barriers(kStages), gates_full = barriers(kStages);
-    slot_full = barriers(kSlots), partials_full = barriers(2), partials_empty = barriers(2), norm_full = barriers(4);
+    slot_full = barriers(kSlots), partials_full = barriers(2), partials_empty = barriers(2), norm_full = barriers(2);
   }
 
   // By one lane that elect.sync has named: by several, the compiler makes loops with a fence a barrier, 2.3 us in all,
-  // which everything that a launch starts with waited for.
-  __device__ __forceinline__ void make_barriers() const {
+  // which everything that a launch starts with waited for. The loader makes those of the ring, and needs no others to
+  // ask for its first tiles; the gates warp makes the rest.
+  __device__ __forceinline__ void make_ring_barriers() const {
     if (elect_lane()) {
 #pragma unroll
       for (int k = 0; k < kStages; ++k) {
         barrier_init(&full[k], 1 + (kPost ? 32 : 0));
         barrier_init(&empty[k], kMmaWarps + kApplyWarps + (kPost ? 1 : 0));
+      }
+      fence_barrier_init();
+      fence_bulk();
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void make_other_barriers() const {
+    if (elect_lane()) {
+#pragma unroll
+      for (int k = 0; k < kStages; ++k) {
         barrier_init(&gates_full[k], 1);
         if constexpr (kPost) barrier_init(&y_full[k], kMmaWarps);
       }
@@ -127,13 +140,12 @@ struct StreamLayout {
         barrier_init(&partials_empty[k], 1);
       }
 #pragma unroll
-      for (int k = 0; k < 4 && kHasNorm; ++k) barrier_init(&norm_full[k], 1);
+      for (int k = 0; k < 2 && kHasNorm; ++k) barrier_init(&norm_full[k], 1);
       fence_barrier_init();
-      fence_bulk();
 #pragma unroll
       for (int k = 0; k < 2; ++k) barrier_expect(&slot_full[k], kSlotBytes);
 #pragma unroll
-      for (int k = 0; k < 4 && kHasNorm; ++k) barrier_expect(&norm_full[k], kNormBytes);
+      for (int k = 0; k < 2 && kHasNorm; ++k) barrier_expect(&norm_full[k], kNormBytes);
     }
     __syncwarp();
   }

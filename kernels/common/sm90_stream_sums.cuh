@@ -7,10 +7,10 @@
 namespace hccupy {
 
 struct StreamSums : StreamLayout {
-  static constexpr int kUnitsAtOnce = kWeightRegisters <= 96 ? 3 : 1;
+  static constexpr int kUnitsAtOnce = kWeightRegisters <= 96 && !kPost ? 2 : 1;
 
-  __device__ __forceinline__ void multiply_tiles(const IhcArguments& a, int warp) const {
-    const int first_unit = (rank * kMmaWarps + warp) * kUnits;
+  __device__ __forceinline__ void multiply_tiles(const IhcArguments& a) {
+    const int first_unit = (block_in_cluster() * kMmaWarps + (fresh_thread() >> 5)) * kUnits;
     // The grid has one row, but the compiler does not know, so that a test of it ends a basic block: without that,
     // ptxas interleaves the units until weights spill (64 bytes at every register count tried, 200 to 240).
     unsigned int rows;
@@ -18,8 +18,13 @@ struct StreamSums : StreamLayout {
     Shape::Weights weights[kUnits];
     {
       float values[kUnits][Shape::kHalf][8];
-      // Unit by unit: all asked for at once, they come 0.3 us later (256 tokens).
-      Shape::load_unit(a.w, first_unit, lane, values[0]);
+      // Unit by unit: all asked for at once, they come 0.3 us later (256 tokens). The first before anything else.
+      Shape::load_unit(a.w, first_unit, fresh_thread() & 31, values[0]);
+      take_registers<kMmaRegisters>();
+      cluster_arrive();
+      place();
+      lane = fresh_thread() & 31;
+      deal(a.tokens);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         weights[u].split(values[u]);
@@ -79,7 +84,7 @@ struct StreamSums : StreamLayout {
       const int pair = tile & 1;
       barrier_wait(&partials_empty[pair], (tile >> 1 & 1) ^ 1);
       const int again = fresh_thread(), lane = again & 31;
-      store_partials(partials + (pair * kMmaWarps + (again >> 5)) * kPartials, total, lane);
+      store_partials<4>(partials + (pair * kMmaWarps + (again >> 5)) * 4 * kQuads, total, lane);
       __syncwarp();
       if (lane == 0) {
         barrier_arrive(&partials_full[pair]);
@@ -88,58 +93,55 @@ struct StreamSums : StreamLayout {
     }
   }
 
-  // The block's 8 chunks as a tree, told to all blocks of the cluster.
+  // The block's 8 chunks as a tree, told to the blocks that work out gates, a token each. When all told all, 144 stores
+  // of 16 bytes left and reached a block instead of 24 and the gates: post_pre at 256 tokens 11.38 us instead of 11.09.
   __device__ __forceinline__ void push_sums(int pair) const {
-    constexpr int kQuads = kPartials / 4;
     if (lane < kQuads) {
-      const float* from = partials + pair * kMmaWarps * kPartials + 4 * lane;
-      const auto chunk = [&](int k) { return *reinterpret_cast<const float4*>(from + k * kPartials); };
+      const float* from = partials + 4 * (pair * kMmaWarps * kQuads + lane);
+      const auto chunk = [&](int k) { return *reinterpret_cast<const float4*>(from + 4 * k * kQuads); };
       const float4 low = (chunk(0) + chunk(1)) + (chunk(2) + chunk(3));
-      const float4 sum = low + ((chunk(4) + chunk(5)) + (chunk(6) + chunk(7)));
-      const unsigned int to = shared_address(slots + (pair * kRanks + rank) * kPartials + 4 * lane),
-                         barrier = shared_address(&slot_full[pair]);
-#pragma unroll
-      for (int peer = 0; peer < kRanks; ++peer) store_peer(peer_address(to, peer), sum, peer_address(barrier, peer));
+      const float4 sum = low + ((chunk(4) + chunk(5)) + (chunk(6) + chunk(7)));  // of squares, x alone counts
+      const int token = lane < kDotQuads ? lane >> 1 : lane - kDotQuads;
+      const int quad = (pair * kRanks + rank) * kTokenQuads + (lane < kDotQuads ? lane & 1 : 2);
+      store_peer(peer_address(shared_address(slots + 4 * quad), token), sum,
+                 peer_address(shared_address(&slot_full[pair]), token));
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(&partials_empty[pair]);
   }
 
-  // Lane (g, t) has outputs 2t and 2t + 1 of token g.
+  // This block has token `rank` of each tile. Lane 4 n + i: pre gate i for block n; the post gates of lanes 0 to hc - 1
+  // are returned.
   __device__ __forceinline__ void make_gates(const IhcArguments& a) const {
-    const int g = lane >> 2, out = 2 * (lane & 3);
-    const bool used = out < Shape::kUsedOutputs;
-    const GateScales low = GateScales::of<kHc>(out, used, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
-    const GateScales high = GateScales::of<kHc>(out + 1, used, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
+    const int i = lane & 3, peer = lane >> 2;
+    const bool used = i < kHc;
+    const GateScales pre = GateScales::of<kHc>(i, used, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
+    const GateScales post =
+        GateScales::of<kHc>(kHc + i, used && Shape::kOp != kHead, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const Turn<kStages> turn(tile);
       const Turn<kSlots> pair(tile);
       barrier_wait(&partials_full[pair.index], pair.parity);
+      if (lane == 0) barrier_expect(&gates_full[turn.index], kGateBytes);  // its last gates are read: x came anew
       push_sums(pair.index);
       barrier_wait_cluster(&slot_full[pair.index], pair.parity);
       if (lane == 0) barrier_expect(&slot_full[pair.index], kSlotBytes);
-      const float* from = slots + pair.index * kRanks * kPartials;
-      const auto dots = [&](int r) {
-        return *reinterpret_cast<const float2*>(from + r * kPartials + g * kOutputs + out);
+      const float* from = slots + 4 * pair.index * kRanks * kTokenQuads;
+      const auto tree = [&](int place) {
+        const auto of = [&](int r) { return from[4 * r * kTokenQuads + place]; };
+        const float low = (of(0) + of(1)) + (of(2) + of(3));
+        return low + ((of(4) + of(5)) + (of(6) + of(7)));
       };
-      const auto square = [&](int r) { return from[r * kPartials + kTileTokens * kOutputs + g]; };
-      const auto add = [](float2 x, float2 y) { return float2{x.x + y.x, x.y + y.y}; };
-      float2 dot = add(add(dots(0), dots(1)), add(dots(2), dots(3)));
-      dot = add(dot, add(add(dots(4), dots(5)), add(dots(6), dots(7))));
-      float squares = (square(0) + square(1)) + (square(2) + square(3));
-      squares += (square(4) + square(5)) + (square(6) + square(7));
-      const float first = low.gate<static_cast<int>(Shape::kDepth)>(dot.x, squares, a.norm_eps);
+      const float squares = tree(kOutputs);
+      const float gate = pre.gate<static_cast<int>(Shape::kDepth)>(tree(i), squares, a.norm_eps);
       const int2 place = places[turn.index];  // before the gates are told: then the stage may be loaded anew
-      const float second = high.gate<static_cast<int>(Shape::kDepth)>(dot.y, squares, a.norm_eps);
-      if (out < kHc)
-        *reinterpret_cast<float2*>(gates + (turn.index * kTileTokens + g) * kHc + out) = float2{first, second};
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&gates_full[turn.index]);
-      if (Shape::kOp != kHead && rank == g && g < place.y && out >= kHc && out < 2 * kHc) {
-        float* to = a.h_next + (place.x + g) * a.h_next_tokens + out - kHc;
-        to[0] = first, to[1] = second;
-      }
+      if (used)
+        store_peer(peer_address(shared_address(gates + (turn.index * kTileTokens + rank) * kHc + i), peer), gate,
+                   peer_address(shared_address(&gates_full[turn.index]), peer));
+      if (Shape::kOp != kHead && lane < kHc && rank < place.y)
+        a.h_next[(place.x + rank) * a.h_next_tokens + i] =
+            post.gate<static_cast<int>(Shape::kDepth)>(tree(kHc + i), squares, a.norm_eps);
     }
   }
 };
