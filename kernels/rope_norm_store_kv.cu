@@ -33,11 +33,15 @@
 //                 128) for split_k_flag
 //   kBulk         (common/rope_block.cuh)  a block of kParts + 1 warps a row; the row and its angles in shared memory
 //   kMany         (common/rope_many.cuh)   ceil(tokens / n) x kParts warps for n rows a warp (at most 32), in blocks of
-//                 kThreads; per warp twice kSteps KB of shared memory, and twice a row of cos_sin. kTogether: a unit
-//                 has one head of several rows; no angles in shared memory then
+//                 kThreads; per warp kRing KB of shared memory, and kAhead + 1 rows of cos_sin (common/rope_stage.cuh)
+//   kTogether     (common/rope_narrow.cuh) a unit has one head of several rows: a multiple of ceil(tokens / those)
+//   warps
+//                 in blocks of one; kRing KB of shared memory. Not baked: kSteps, kParts
 // May be a dependent launch; kEarly (common/rope_args.cuh) says what is done before the previous grid has ended.
 
-#if kMany
+#if kTogether
+#include "common/rope_narrow.cuh"
+#elif kMany
 #include "common/rope_many.cuh"
 #elif kBulk
 #include "common/rope_block.cuh"
@@ -70,7 +74,9 @@ struct Config {
 // One of the two a binary.
 __device__ __forceinline__ void run(const hccupy::RopeArgs<Config>& args) {
   hccupy::let_next_grid_start();
-#if kMany
+#if kTogether
+  hccupy::narrow_rows(args);
+#elif kMany
   hccupy::many_rows(args);
 #elif kBulk
   hccupy::row_a_block(args);

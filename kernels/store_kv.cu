@@ -143,21 +143,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int request = static_cast<int>(unit / kParts);
   const int part = static_cast<int>(unit % kParts);
 
+  const int* table = block_table + request * block_table_stride_requests;
+
   // A length that the previous grid may still change: it only says which line of the table to ask L2 for. Volatile, so
   // that no cache keeps it for the load below.
   if (request < requests && threadIdx.x % 32 == 0 && part == 0) {
     const int seq_len = *static_cast<const volatile int*>(seq_lens + request);
     const int column = seq_len > 0 ? (seq_len - 1) / block_size : max_blocks;
-    if (column < max_blocks) prefetch_line(block_table + request * block_table_stride_requests + column);
+    if (column < max_blocks) prefetch_line(table + column);
   }
 
   wait_for_previous_grid();
   if (request >= requests) return;
+  // The first pages come with the length, in one trip to memory.
+  const int early = lane_index() < max_blocks ? table[lane_index()] : 0;
   const int seq_len = seq_lens[request];
   if (seq_len <= 0) return;
   const int column = (seq_len - 1) / block_size;
   if (column >= max_blocks) return;
-  const int page = block_table[request * block_table_stride_requests + column];
+  const int page = column < 32 ? __shfl_sync(kFullMask, early, column) : table[column];
   let_next_grid_start();
   if (page < 0 || page >= num_blocks || (kHasNullBlock && page == null_block)) return;
   constexpr int kBytes = static_cast<int>(sizeof(Cache));

@@ -129,7 +129,8 @@ SHAPES = {
     "row-a-block": (3, 18, 3, "block"),
     "many": (4, 20, 4, "many", 1, 4),
     "many-2": (1, 20, 4, "many", 2, 3),
-    "narrow": (3, 20, 4, "narrow", 1, 8),
+    "narrow": (3, 16, 4, "narrow", 1),
+    "narrow-whole": (99, 16, 1, "narrow", 1),
 }
 
 

@@ -10,6 +10,7 @@ from ..dtypes import BY_NAME
 from ..spec import Bound, Launch, Variant, ceil_div
 
 THREADS = 256  # largest block, the kernels' __launch_bounds__
+AHEAD, RING = 3, 8192  # turns on their way, bytes of their units and those at hand (kernels/common/rope_stage.cuh)
 FLAGS_PER_WARP = 128  # ints of split_k_flag that one warp clears
 SEARCH_DUPLICATES = 1024  # rows; store_kv compares each slot with the later ones up to here
 
@@ -56,8 +57,8 @@ def _blocks(units: int, arch: Arch) -> tuple[tuple[int, int, int], tuple[int, in
 class Shape(NamedTuple):
     """How the warps share the work. steps: units a warp; warps: a multiprocessor; block: warps of one (0: by their number).
 
-    way: "few" rows, each by warps of their own; a row a "block", brought by a bulk copy; "many" rows, `rows` of them a warp,
-    or "narrow" ones, some together in each unit.
+    way: "few" rows, each by warps of their own; a row a "block", brought by a bulk copy; "many" rows, `rows` of them a warp;
+    or "narrow" ones, as many together in each unit as it has heads.
     """
 
     steps: int
@@ -75,10 +76,12 @@ class Shape(NamedTuple):
 
 # What a dependent launch does before the previous grid has ended: bits of kernels/common/rope_args.cuh.
 EARLY_ROW, EARLY_ALL, EARLY_START = 1, 3, 4  # EARLY_START: nothing, but a dependent launch
-# (rows a multiprocessor, Shape): from a row a block that has a multiprocessor for itself to four side by side.
+# (rows a multiprocessor, Shape): from a row a block that has a multiprocessor for itself to four side by side. fp8 works on two units at once.
 ROW_A_BLOCK = ((1, Shape(2, 11, EARLY_ALL, "block")), (2, Shape(3, 18, EARLY_ALL, "block")), (4, Shape(4, 18, EARLY_ALL, "block")))
-MOST_WARPS = 20  # of a multiprocessor: five a scheduler have 96 registers, which the arithmetic needs
-NARROW, WIDE = 4096, 8192  # bytes of a row
+ROW_A_BLOCK_FP8 = ((1, Shape(2, 11, EARLY_ALL, "block")), (2, Shape(4, 12, EARLY_ALL, "block")), (4, Shape(8, 16, EARLY_ALL, "block")))
+MOST_WARPS = 20  # of a block
+WIDE = 8192  # bytes of a row of bf16 from which memory likes it in pieces of 4 to 8 KB better than in heads of several rows
+LONG = 28  # units a warp, in fp8, 16384 rows: 32/4 heads (40 units) 71.4 us with 20, 72.9 with 40; 40/8 (56) 97.4 with 28, 99.0 with 56
 
 
 def shape_of(b: Bound, arch: Arch) -> Shape:
@@ -96,35 +99,42 @@ def shape_of(b: Bound, arch: Arch) -> Shape:
         return Shape(2, 16, EARLY_ALL, block=1)
     stage = _stage_bytes(b) + 1024  # the barriers, and what the driver takes of each block
     if b.aligned["qkv"] >= 16 and b.aligned["cos_sin"] >= 16 and b.axes["rotary_dim"] % 4 == 0:  # what bulk copies can move
-        for rows, shape in ROW_A_BLOCK:
+        for rows, shape in ROW_A_BLOCK_FP8 if b.op.endswith("_fp8") else ROW_A_BLOCK:
             if tokens <= rows * arch.sms and rows * stage <= arch.smem:
                 return shape
     return _many(b, arch)
 
 
 def _many(b: Bound, arch: Arch) -> Shape:
-    """Rows of a warp: enough to pay for its start, but two rounds of warps at least, so that they end together."""
-    width = _row_bytes(b)
-    if width <= NARROW:
-        s = Shape(3, 16, EARLY_START, "narrow", 1, 16)
+    """fp8 is arithmetic, and a head of several rows at a time shares its overhead; bf16 is memory, which likes wide rows in few pieces."""
+    tokens, width, fp8 = b.axes["tokens"], _row_bytes(b), b.op.endswith("_fp8")
+    if not fp8 and width > WIDE:
+        # 64/8 heads, 16384 rows: 167.4 us with 8 units of one row, 168.3 with 4 of two, 170 with 8 of two; 40/8 119.9 with 4 of two, 125 with 10.
+        s = Shape(8, 16, EARLY_ROW, "many", 1) if width > 2 * WIDE else Shape(4, 16, EARLY_ROW, "many", 1, 2 if width > 1.5 * WIDE else 4)
+        rounds = tokens * _parts(b, s) // (2 * arch.sms * s.warps)  # two rounds of warps at least, so that they end together
+        s = s._replace(rows=max(min(s.rows, rounds), 1))
     else:
-        s = Shape(4, 20, EARLY_ROW, "many", 1, 2 if width > WIDE and not b.op.endswith("_fp8") else 4)
-    rounds = b.axes["tokens"] * _parts(b, s) // (2 * arch.sms * s.warps)
-    rows = max(min(s.rows, rounds), 1)
-    if s.way == "narrow":  # rows of a unit: a part of them would take as long
-        rows = ceil_div(rows, _heads_per_warp(b)) * _heads_per_warp(b)
-    return s._replace(rows=rows, early=s.early if arch.clusters else 0)
+        steps, warps = sum(_units(b, True)), ceil_div(tokens, _heads_per_warp(b))
+        # Half a machine: 8/1 heads in fp8, 4096 rows, 11.1 us with all 10 units a warp, 10.0 with 5, 10.5 with 4.
+        while (fp8 and steps > LONG) or (2 * warps <= 16 * arch.sms and steps >= 10):
+            steps, warps = ceil_div(steps, 2), 2 * warps
+        s = Shape(steps, 16, EARLY_START, "narrow", 1)
+    return s if arch.clusters else s._replace(early=0)
 
 
-def _lean(b: Bound) -> bool:
-    """Do 96 registers suffice? Idle lanes, units of q and k, dims that nothing rotates and a bound of fp8 take a few more."""
-    dim = b.axes["head_dim"]
-    return dim in (128, 256) and b.axes["rotary_dim"] == dim and b.axes["q_heads"] % _heads_per_warp(b) == 0 and b.scalars.get("upper_max") is None
+def _lean(b: Bound, way: str) -> bool:
+    """Do 128 registers suffice for two units at once? Idle lanes, units of q and k, dims that nothing rotates and a bound of fp8 take a few more."""
+    dim, narrow = b.axes["head_dim"], way == "narrow"
+    mixed = not narrow and b.axes["q_heads"] % _heads_per_warp(b) > 0
+    plain = b.axes["rotary_dim"] == dim == b.axes["v_head_dim"] and b.scalars["rope_style"] == "neox" and b.scalars.get("upper_max") is None
+    return dim in ((64, 128, 256) if narrow else (128, 256)) and plain and not mixed
 
 
 def _parts(b: Bound, s: Shape) -> int:
     """Warps that compute a row: some for q alone, some for k and v (Share of kernels/common/rope_units.cuh)."""
-    return sum(ceil_div(n, s.steps) for n in _units(b, s.way == "narrow"))
+    if s.way == "narrow":
+        return ceil_div(sum(_units(b, True)), s.steps)
+    return sum(ceil_div(n, s.steps) for n in _units(b))
 
 
 def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
@@ -143,10 +153,10 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
             more += requests * padded(b.scalars["max_q_len"]) // 32
     smem = 0
     warps = s.warps
-    if not _lean(b):  # four warps a scheduler have 128 registers, three 168
-        warps = min(warps, 12 if s.way == "narrow" else 16)
-    elif s.way == "many" and _units(b)[0] % s.steps and (fp8 or not arch.clusters):  # a part that is not full: 40/8 heads spilled 8 bytes at 20
-        warps = min(warps, 16)
+    if not _lean(b, s.way):  # four warps a scheduler have 128 registers, three 168
+        warps = min(warps, 16 if s.way == "block" else 12)
+    elif s.way == "many" and _units(b)[0] % s.steps and not arch.clusters:  # a part that is not full: 40/8 heads spilled 24 bytes on sm_80
+        warps = min(warps, 12)
     if s.way == "block":
         smem = _stage_bytes(b)
         threads = 32 * (parts + 1)
@@ -157,12 +167,16 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
             smem = max(smem, arch.smem // 2)
         grid, block = (max(tokens, 1), 1, 1), (threads, 1, 1)
         how = "a row a block, by bulk copies"
-    elif s.way in ("many", "narrow"):
-        smem = s.block * 2 * (s.steps * 1024 + (ceil_div(4 * a["rotary_dim"], 16) * 16 if s.way == "many" else 0))
+    elif s.way == "many":
+        smem = s.block * (RING + (AHEAD + 1) * ceil_div(4 * a["rotary_dim"], 16) * 16)
         threads = 32 * s.block
         most = min(warps // s.block, arch.blocks)
         grid, block = (max(ceil_div(ceil_div(tokens, s.rows) * parts, s.block), 1), 1, 1), (threads, 1, 1)
         how = f"{s.steps} KB each, of {s.rows} rows"
+    elif s.way == "narrow":
+        smem, threads, most = RING, 32, min(warps, arch.blocks)
+        grid, block = (max(ceil_div(tokens, _heads_per_warp(b)) * parts, 1), 1, 1), (threads, 1, 1)
+        how = f"{s.steps} KB each, of {_heads_per_warp(b)} rows"
     else:
         # The tail is looked at by a warp of its own where warps have little to do.
         parts += int(s.steps < 4 and b.scalars["tail"] == "zero" and not (b.has("out_k") and b.has("out_v")))
@@ -182,8 +196,8 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
             "kFp8": int(fp8),
             "kThreads": threads,
             "kMinBlocks": most,
-            "kSteps": s.steps,
-            "kParts": parts,
+            "kSteps": 1 if s.way == "narrow" else s.steps,  # narrow: both follow from the grid
+            "kParts": 1 if s.way == "narrow" else parts,
             "kBulk": int(s.way == "block"),
             "kMany": int(s.way in ("many", "narrow")),
             "kTogether": int(s.way == "narrow"),

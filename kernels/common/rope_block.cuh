@@ -90,7 +90,7 @@ __device__ __forceinline__ void finish_row(const RopeArgs<C>& a, int token, cons
   const auto* qkv = reinterpret_cast<const typename RopeArgs<C>::In*>(stage);
   typename Rotated::Angles angles;
   Rotated::angles_of(reinterpret_cast<const float*>(stage + RowStage<C>::row_bytes), angles);
-  uint4 raw[2];
+  uint4 raw[Share<C>::at_once][2];
   share.template finish<false>(a, row, token, raw, angles, weights, scales,
                                [&](int unit, uint4(&to)[2]) { share.load_near(share.first_of(qkv, unit), unit, to); });
   if constexpr (Tail<C>::exists) {

@@ -70,10 +70,10 @@ __device__ __forceinline__ void few_rows(const RopeArgs<C>& a) {
   }
   wait_for_previous_grid();
 
-  uint4 raw[2];
+  uint4 raw[1][2];
   typename Rotated::Weights weights;
   typename Rotated::Angles angles;
-  share.load(first, share.first, raw);
+  share.load(first, share.first, raw[0]);
   if (row.placed) Rotated::load_angles(angles_at, angles);
   share.load_weights(a, share.first, weights);
   Held now;

@@ -72,7 +72,8 @@ struct Metadata {
 // may be stale afterwards.
 template <bool kFresh = true>
 __device__ __forceinline__ int load_metadata(const int* from) {
-  return kFresh ? *static_cast<const volatile int*>(from) : *from;
+  if constexpr (kFresh) return *static_cast<const volatile int*>(from);  // in a ?: both would be volatile
+  return *from;
 }
 
 // A request's new tokens are the rows from `first` to before `end`.
@@ -139,6 +140,35 @@ __device__ __forceinline__ Held hold_row(const Metadata& m, const Guess& g, int 
   return h;
 }
 
+// Up to 31 requests, a lane each: one trip to memory, asked for at once, serves every row of a warp.
+struct Requests {
+  int index, seq_len;
+
+  __device__ __forceinline__ explicit Requests(const Metadata& m) {
+    const int lane = lane_index();
+    index = lane <= m.requests ? m.q_index[lane] : 0;
+    seq_len = lane < m.requests ? m.seq_lens[lane] : 0;
+  }
+  // Whose is the row? By the plain bisection, every lane for a row of its own; all 32 take part.
+  __device__ __forceinline__ Held held(const Metadata& m, int row) const {
+    if (m.requests == 0 || m.requests > 31) return read_held<false>(m, find_request_alone(m.q_index, m.requests, row));
+    int low = 0;
+    int high = m.requests;
+#pragma unroll 1
+    for (int most = m.requests; most > 1; most = (most + 1) / 2) {
+      const int middle = low + (high - low) / 2;
+      const int first = __shfl_sync(kFullMask, index, middle);
+      if (high - low > 1) (first <= row ? low : high) = middle;
+    }
+    Held h;
+    h.request = low;
+    h.first = __shfl_sync(kFullMask, index, low);
+    h.end = __shfl_sync(kFullMask, index, low + 1);
+    h.seq_len = __shfl_sync(kFullMask, seq_len, low);
+    return h;
+  }
+};
+
 struct Row {
   int request = -1;     // -1: padding
   int place = 0;        // among its request's new tokens
@@ -147,7 +177,7 @@ struct Row {
   bool live = false;    // and its page is good or null: q is computed; otherwise q is zero
   bool stored = false;  // K and V are written
   int position = 0;
-  int column = -1;  // of the block table (-1: not to be read)
+  int column = -1;  // of the block table (-1: not to be read; of a row that was handed over, only that is known)
   int page = 0;
   int slot = 0;  // in the page
 
@@ -161,9 +191,12 @@ struct Row {
         live((flags & 4) != 0),
         stored((flags & 8) != 0),
         position(its_position),
+        column((flags & 16) != 0 ? 0 : -1),
         page(its_page),
         slot(its_slot) {}
-  __device__ __forceinline__ int flags() const { return last | placed << 1 | live << 2 | stored << 3; }
+  __device__ __forceinline__ int flags() const {
+    return last | placed << 1 | live << 2 | stored << 3 | (column >= 0) << 4;
+  }
 
   // That of another lane.
   __device__ __forceinline__ Row of_lane(int lane) const {

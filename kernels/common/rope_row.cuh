@@ -40,9 +40,10 @@ struct RotatedHeads {
     return L::element(slot(k), which) - L::element(slot(0), 0);
   }
   // Where this lane's first chunk of a unit is in a row.
+  static __device__ __forceinline__ int first_element(int unit) { return head(unit) * C::dim + L::element(slot(0), 0); }
   static __device__ __forceinline__ const typename RopeArgs<C>::In* first_of(const typename RopeArgs<C>::In* row,
                                                                              int unit) {
-    return row + head(unit) * C::dim + L::element(slot(0), 0);
+    return row + first_element(unit);
   }
 
   // do_pack(k, which) for the packs of this lane that exist.
@@ -225,62 +226,100 @@ struct RotatedHeads {
     return fmaxf(most[0], most[1]);
   }
 
-  static __device__ __forceinline__ float gain_of(const RopeArgs<C>& a, const float (&x)[L::per_lane][2][L::chunk]) {
-    return inverse_rms_of_head<C::dim>(warp_sum<L::lanes>(squares(x)), a.norm_eps) * (1.0f / kDown);
+  // What becomes of a head's values, for kCount units at once. A head's lanes add up (or compare) for the first unit in
+  // their lower half, for the second in their upper half, each half with all lanes: 3 shuffles for two sums where a
+  // butterfly each takes 6, and what follows from a sum is worked out once for both.
+  template <int kCount>
+  static constexpr bool halves = kCount == 2;
+  template <int kCount>
+  static __device__ __forceinline__ bool upper() {
+    return halves<kCount> && (lane_index() & L::lanes / 2) != 0;
+  }
+  // (of, combine) over the head's lanes, of this lane's unit.
+  template <int kCount, class Combine>
+  static __device__ __forceinline__ float of_head(const float (&of)[kCount], Combine combine) {
+    float value = of[0];
+    if constexpr (halves<kCount>) {
+      value = upper<kCount>() ? of[1] : of[0];
+      const float other = upper<kCount>() ? of[0] : of[1];
+      value = combine(value, __shfl_xor_sync(kFullMask, other, L::lanes / 2));
+    }
+#pragma unroll
+    for (int offset = L::lanes / 2 / kCount; offset > 0; offset /= 2)
+      value = combine(value, __shfl_xor_sync(kFullMask, value, offset));
+    return value;
   }
 
-  // x of a head, turned and weighted; what remains to multiply it by comes back.
-  static __device__ __forceinline__ float turn(const RopeArgs<C>& a, const Turn& t,
-                                               float (&x)[L::per_lane][2][L::chunk]) {
+  using Head = float[L::per_lane][2][L::chunk];
+  template <int kCount>
+  static __device__ __forceinline__ float gain_of(const RopeArgs<C>& a, const Head (&x)[kCount]) {
+    float sums[kCount];
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) sums[n] = squares(x[n]);
+    const float sum = of_head<kCount>(sums, [](float one, float other) { return one + other; });
+    return inverse_rms_of_head<C::dim>(sum, a.norm_eps) * (1.0f / kDown);
+  }
+
+  // The heads, turned and weighted; what remains to multiply this lane's by comes back.
+  template <int kCount>
+  static __device__ __forceinline__ float turn(const RopeArgs<C>& a, const Turn& t, Head (&x)[kCount]) {
     float gain = 1.0f;
-    if constexpr (C::policy == kNormThenRope) gain = gain_of(a, x);
+    if constexpr (C::policy == kNormThenRope) gain = gain_of<kCount>(a, x);
 #pragma unroll
-    for (int k = 0; k < L::per_lane; ++k)
-#pragma unroll
-      for (int j = 0; j < kPairs; ++j) {
-        float& one = first(x[k], j);
-        float& other = second(x[k], j);
-        if (L::rotated(slot(k), which_of(j))) {
-          if constexpr (C::policy == kNormThenRope) {
-            rotate_pair(one, other, t.a[k][j], t.b[k][j], t.c[k][j], t.d[k][j]);
-          } else {
-            rotate_pair(one, other, t.a[k][j], t.b[k][j], t.a[k][j], t.b[k][j]);
-          }
-        } else if constexpr (C::policy == kNormThenRope) {
-          one *= t.a[k][j];
-          other *= t.c[k][j];
-        }
-      }
-    if constexpr (C::policy == kRopeThenNorm) {
-      gain = gain_of(a, x);
+    for (int n = 0; n < kCount; ++n)
 #pragma unroll
       for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
         for (int j = 0; j < kPairs; ++j) {
-          first(x[k], j) *= t.c[k][j];
-          second(x[k], j) *= t.d[k][j];
+          float& one = first(x[n][k], j);
+          float& other = second(x[n][k], j);
+          if (L::rotated(slot(k), which_of(j))) {
+            if constexpr (C::policy == kNormThenRope) {
+              rotate_pair(one, other, t.a[k][j], t.b[k][j], t.c[k][j], t.d[k][j]);
+            } else {
+              rotate_pair(one, other, t.a[k][j], t.b[k][j], t.a[k][j], t.b[k][j]);
+            }
+          } else if constexpr (C::policy == kNormThenRope) {
+            one *= t.a[k][j];
+            other *= t.c[k][j];
+          }
         }
+    if constexpr (C::policy == kRopeThenNorm) {
+      gain = gain_of<kCount>(a, x);
+#pragma unroll
+      for (int n = 0; n < kCount; ++n)
+#pragma unroll
+        for (int k = 0; k < L::per_lane; ++k)
+#pragma unroll
+          for (int j = 0; j < kPairs; ++j) {
+            first(x[n][k], j) *= t.c[k][j];
+            second(x[n][k], j) *= t.d[k][j];
+          }
     }
     return gain;
   }
 
-  // What x, turned and weighted, is multiplied by, and what is added to it first (fp8: see quantised).
+  // What this lane's head, turned and weighted, is multiplied by.
   struct Factor {
-    float by;
-    float zero = -0.0f;  // leaves every product as it is
+    float by;            // negative: an all-zero head of dynamic q, which has no negative zeros
     float scale = 0.0f;  // what q can be multiplied back with (dynamic q)
   };
+  template <int kCount>
   static __device__ __forceinline__ Factor factor_of(const RopeArgs<C>& a, bool is_q, const Scales& scales, float gain,
-                                                     const float (&x)[L::per_lane][2][L::chunk]) {
+                                                     const Head (&x)[kCount]) {
     Factor f{C::fp8 ? gain * (is_q ? scales.q : scales.k) : gain};
     if (C::dynamic_q && (mixed || is_q)) {  // not mixed: the same in all lanes
+      float most[kCount];
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) most[n] = largest(x[n]);
       // A gain of NaN, or of 0 beside an infinity, leaves nothing but NaN and zeros.
-      const float absmax = fminf(fmaxf(warp_max<L::lanes>(largest(x)) * gain, 0.0f), kLargestFloat);
+      const float found = of_head<kCount>(most, [](float one, float other) { return fmaxf(one, other); }) * gain;
+      const float absmax = fminf(fmaxf(found, 0.0f), kLargestFloat);
       const float at_least = fmaxf(absmax, kSmallestAbsmax);
       f.scale = C::bounded ? at_least / a.upper_max : divided_by<448>(at_least);
       if (is_q) {
         f.by = gain * (C::bounded ? 1.0f / f.scale : reciprocal(f.scale));
-        f.zero = absmax == 0.0f ? 0.0f : -0.0f;  // an all-zero head has no negative zeros
+        if (absmax == 0.0f) f.by = -f.by;
       }
     }
     return f;
@@ -309,61 +348,83 @@ struct RotatedHeads {
                                  ? (static_cast<long long>(row.request) * C::q_heads + h) * a.padded_q_len + row.place
                                  : static_cast<long long>(token) * C::q_heads + h);
       t.scale_step = static_cast<long long>(of_row) * (C::padded_scale ? a.padded_q_len : 1);
-      t.scaled = t.is_q && t.stored && lane_index() % L::lanes == 0 &&
-                 (!C::padded_scale || (row.request >= 0 && row.place < a.padded_q_len));
+      t.scaled = t.is_q && t.stored && (!C::padded_scale || (row.request >= 0 && row.place < a.padded_q_len));
     }
     return t;
   }
-  static __device__ __forceinline__ void advance(Target& t) {
-    t.to += t.step;
-    if constexpr (C::dynamic_q) t.scale += t.scale_step;
+  static __device__ __forceinline__ void advance(Target& t, int units) {
+    t.to += units * t.step;
+    if constexpr (C::dynamic_q) t.scale += units * t.scale_step;
   }
 
-  // A row that is not live (padding or bad) gives zeros to every output and nothing to the caches. (Of several rows
-  // together some may be: all lanes go through the shuffles.)
-  static __device__ __forceinline__ void finish(const RopeArgs<C>& a, bool live, int unit, const Target& target,
-                                                const uint4 (&raw)[2], const Turn& t, const Scales& scales) {
-    if (!C::together && !live) {
+  // kCount neighbouring units, of which the first `there` exist. A row that is not live (padding or bad) gives zeros to
+  // every output and nothing to the caches. (Of several rows together some may be: all lanes go through the shuffles.)
+  template <int kCount>
+  static __device__ __forceinline__ void finish(const RopeArgs<C>& a, bool live, int unit, int there,
+                                                const Target& target, const uint4 (&raw)[kCount][2], const Turn& t,
+                                                const Scales& scales) {
+    const bool second = upper<kCount>();  // this lane's unit
+    const auto put_scale = [&](float scale) {
       if constexpr (C::dynamic_q) {
-        if (target.scaled) *target.scale = 0.0f;
+        if (target.scaled && lane_index() % (L::lanes / kCount) == 0 && (!second || there > 1))
+          target.scale[second ? target.scale_step : 0] = scale;
       }
-      store(unit, target, [](int, int) { return StorePack::zeros(); });
+    };
+    if (!C::together && !live) {
+      put_scale(0.0f);
+#pragma unroll
+      for (int n = 0; n < kCount; ++n)
+        if (n < there) store(unit + n, target, n, [](int, int) { return StorePack::zeros(); });
       return;
     }
-    float x[L::per_lane][2][L::chunk];
+    Head x[kCount];
 #pragma unroll
-    for (int k = 0; k < L::per_lane; ++k)
-#pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        InPack pack;
-        memcpy(&pack, reinterpret_cast<const char*>(&raw[which]) + k * sizeof pack, sizeof pack);
-        pack.to_floats(x[k][which]);
-      }
-    const float gain = turn(a, t, x);
-    const Factor factor = factor_of(a, target.is_q, scales, gain, x);
-    if constexpr (C::dynamic_q) {
-      if (target.scaled) *target.scale = C::together && !live ? 0.0f : factor.scale;
-    }
-    if constexpr (C::fp8 || normed) {
+    for (int n = 0; n < kCount; ++n)
 #pragma unroll
       for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
-        for (int which = 0; which < 2; ++which)
-#pragma unroll
-          for (int i = 0; i < L::chunk; ++i) {
-            float& value = x[k][which][i];
-            value = C::fp8 ? quantised<C::bounded>(value, factor.by, factor.zero, a.upper_max) : value * factor.by;
-          }
+        for (int which = 0; which < 2; ++which) {
+          InPack pack;
+          memcpy(&pack, reinterpret_cast<const char*>(&raw[n][which]) + k * sizeof pack, sizeof pack);
+          pack.to_floats(x[n][k][which]);
+        }
+    const float gain = turn<kCount>(a, t, x);
+    const Factor factor = factor_of<kCount>(a, target.is_q, scales, gain, x);
+    put_scale(C::together && !live ? 0.0f : factor.scale);
+    float by[kCount] = {factor.by};
+    if constexpr (halves<kCount>) {
+      const float other = __shfl_xor_sync(kFullMask, factor.by, L::lanes / 2);
+      by[0] = second ? other : factor.by;
+      by[1] = second ? factor.by : other;
     }
-    store(unit, target, [&](int k, int which) {
-      return C::together && !live ? StorePack::zeros() : StorePack::from_floats(x[k][which]);
-    });
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      if constexpr (C::fp8 || normed) {
+        // fp8: -0 added leaves every product as it is.
+        const bool no_minus = C::dynamic_q && target.is_q;
+        const float zero = float_from_bits((no_minus ? ~float_bits(by[n]) : ~0u) & 0x80000000u);
+#pragma unroll
+        for (int k = 0; k < L::per_lane; ++k)
+#pragma unroll
+          for (int which = 0; which < 2; ++which)
+#pragma unroll
+            for (int i = 0; i < L::chunk; ++i) {
+              float& value = x[n][k][which][i];
+              value = C::fp8 ? quantised<C::bounded>(value, by[n], zero, a.upper_max) : value * by[n];
+            }
+      }
+      if (n < there)
+        store(unit + n, target, n, [&](int k, int which) {
+          return C::together && !live ? StorePack::zeros() : StorePack::from_floats(x[n][k][which]);
+        });
+    }
   }
   template <class Values>
-  static __device__ __forceinline__ void store(int unit, const Target& target, Values values) {
+  static __device__ __forceinline__ void store(int unit, const Target& target, int n, Values values) {
     if (!target.stored) return;
+    auto* to = target.to + n * target.step;
     each_pack(unit, [&](int k, int which) {
-      store_aligned<C::write_align, C::store_dtype, L::chunk>(target.to + behind(k, which), values(k, which));
+      store_aligned<C::write_align, C::store_dtype, L::chunk>(to + behind(k, which), values(k, which));
     });
   }
 };

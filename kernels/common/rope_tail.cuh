@@ -74,4 +74,16 @@ struct Tail {
   }
 };
 
+// For kernels of many rows. Warp `part` of `parts` of a row; all of them must come here.
+template <class C>
+__device__ __forceinline__ void look_after_tail(const RopeArgs<C>& a, const Row& row, int part, int parts) {
+  if constexpr (Tail<C>::exists) {
+    const Tail<C> tail(a, row);
+    if (tail.behind <= 0) return;
+    const bool fresh = tail.fresh();  // then all warps of the row share the slots
+    if (fresh || (part == parts - 1 && __any_sync(kFullMask, tail.look() != 0)))
+      tail.clear(fresh ? part : 0, fresh ? parts : 1);
+  }
+}
+
 }  // namespace hccupy
