@@ -78,6 +78,12 @@ class Adapter:
             return cupy.asnumpy(raw).view(a.dtype)
         return np.asarray(a)
 
+    def op(self, name: str) -> Any:
+        """The op as a function of such arrays."""
+        import hccupy
+
+        return getattr(hccupy, name)
+
     def synchronize(self) -> None:
         """Wait for the device."""
         if self.device == "cuda":

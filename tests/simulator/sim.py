@@ -333,7 +333,7 @@ class RedzoneArray(np.ndarray):
 
     def unwritten(self) -> int:
         """How many elements still hold the poison they were made with."""
-        raw = np.ascontiguousarray(self).reshape(-1).view(np.uint8).reshape(self.size, -1)
+        raw = np.ascontiguousarray(self).reshape(-1).view(np.uint8).reshape(self.size, self.itemsize)
         pattern = np.resize(np.frombuffer(_PATTERN, np.uint8), raw.shape[1])
         return int((raw == pattern).all(axis=1).sum())
 
