@@ -305,7 +305,7 @@ def _spans(params: Sequence[Any]) -> list[_Span]:
 # ---- arrays between guard bytes -----------------------------------------------------------------------------------
 
 _PATTERN = bytes([0xA5, 0xFF])  # NaN as bfloat16, float16 and float32; a negative index as an integer
-_ZONE = 1024
+_ZONE = 1 << 14  # more than the threads of a block write when their guard is gone
 
 
 class RedzoneArray(np.ndarray):
