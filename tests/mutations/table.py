@@ -149,7 +149,7 @@ MUTATIONS = (
     # ---- host: checks
     Mutation("nan-scalar", "argument check", "NaN passes for a finite number", "hccupy/check.py", "if not abs(number) <= FP32_MAX:", "if abs(number) > FP32_MAX:", ERRORS),
     Mutation("bool-scalar", "argument check", "True passes for an integer", "hccupy/check.py", "if isinstance(value, bool) or not isinstance(value, numbers.Integral)", "if not isinstance(value, numbers.Integral)", ERRORS),
-    Mutation("devices", "argument check", "arrays of two devices pass", "hccupy/check.py", "if meta.device != device:", "if False:", ("tests/test_runtime_guards.py", "tests/test_errors.py")),
+    Mutation("devices", "argument check", "arrays of two devices pass", "hccupy/check.py", "if meta.device != device:", "if False:", RUNTIME),
     Mutation("dtypes", "argument check", "any dtype passes", "hccupy/check.py", "if got not in allowed:", "if False:", ERRORS),
     Mutation("transposed", "argument check", "a mismatch of axis expressions passes", "hccupy/check.py", "if sizes != expected_sizes:", "if False:", ERRORS),
     Mutation("inner-stride", "argument check", "an inner stride passes", "hccupy/check.py", "if axis not in p.strides and stride != packed and 0 not in shape:", "if False:", ERRORS),
@@ -162,7 +162,7 @@ MUTATIONS = (
     Mutation("overlap-once", "stale plan", "overlap is judged at the first call only", "hccupy/binding.py", "(i, j, a - b) not in self.separate:", "not self.separate:", OVERLAP),
     # ---- host: plans and launches
     Mutation("grid-limit", "grid limit", "a grid past CUDA's limit is planned", "hccupy/plan.py", "if launch.grid[0] > MOST_BLOCKS:", "if False:", plan("test_the_largest_token_count_is_legal_or_refused")),
-    Mutation("no-clusters", "wrong variant", "kernels with clusters are planned where there are none", "hccupy/plan.py", "if launch.cluster > 1 and not arch.clusters:", "if False:", RUNTIME),
+    Mutation("no-clusters", "wrong variant", "kernels with clusters are planned where there are none", "hccupy/plan.py", "if launch.cluster > 1 and not arch.clusters:", "if False:", LAUNCH),
     Mutation("presence", "wrong variant", "an optional number is baked as absent", "hccupy/plan.py", "int(value is not None)", "0", ROPE),
     Mutation("strides-order", "wrong stride", "every stride is that of the first axis", "hccupy/launch.py", "names.index(axis)", "0", IHC),
     Mutation("stream-lost", "dropped stream", "kernels start on the default stream", "hccupy/launch.py", "self.patch(buffer, STREAM, stream, *self.attributes, *pointers)", "self.patch(buffer, STREAM, 0, *self.attributes, *pointers)", LAUNCH),
@@ -171,7 +171,7 @@ MUTATIONS = (
     Mutation("stream-override", "dropped stream", "stream= is ignored", "hccupy/binding.py", "handle = framework.stream(index) if stream is None else stream_handle(stream)", "handle = framework.stream(index)", LAUNCH),
     Mutation("device-guard", "wrong device", "kernels start on the current device, not the arrays'", "hccupy/binding.py", "if cuda.current_device() != index:", "if False:", RUNTIME),
     Mutation("debug-ignored", "debug", "HCCUPY_DEBUG is not read", "hccupy/binding.py", "            if self.spec.debug is not None and switches.debug():\n                self.spec.debug(b)\n            self.spec.reference(b)", "            self.spec.reference(b)", ("tests/test_errors.py::test_metadata_errors_only_in_debug_mode",)),
-    Mutation("empty-launch", "empty call", "a call of no tokens launches", "hccupy/binding.py", "self.empty = not all(bound.axes[a] for a in spec.empty)", "self.empty = False", RUNTIME),
+    Mutation("empty-launch", "empty call", "a call of no tokens compiles and loads a kernel", "hccupy/run.py", 'if bound.device[0] == "cuda" and all(bound.axes[a] for a in spec.empty):', 'if bound.device[0] == "cuda":', RUNTIME),
     Mutation("alignment-key", "stale plan", "a plan is kept for another alignment", "hccupy/run.py", "key += framework.key(value), address & 15", "key += framework.key(value), 0", RUNTIME),
     Mutation("scalar-key", "stale plan", "a plan is kept for other scalars", "hccupy/run.py", "key += value, type(value)", "key += type(value), type(value)", ERRORS + FRAMEWORKS),
     Mutation("scalar-type", "stale plan", "1 is taken for a remembered True", "hccupy/run.py", "key += value, type(value)", "key += value, 0", ("tests/test_errors.py::test_remembered_calls_do_not_hide_a_wrong_scalar",)),
