@@ -39,7 +39,7 @@ def copy_tree(to: Path) -> Path:
 
 def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int | None, str]:
     """(exit status, output) of pytest in a tree; None where the time was up."""
-    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "HCCUPY_CACHE_DIR": str(tree / "cache")}
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "TEST_PROFILE": "first", "HCCUPY_CACHE_DIR": str(tree / "cache")}
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", *tests]
     child = subprocess.Popen(words, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
