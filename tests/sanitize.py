@@ -130,7 +130,9 @@ def calls() -> list[Call]:
             _rope("partial, interleaved", fp8, lengths=(11, 9), new=(3, 1), padding=2, dim=72, rotary=36, rope_style="interleaved", q_heads=5, kv_heads=1),
             _rope("192 and 128", fp8, "torch", lengths=(11, 9), new=(3, 1), dim=192, v_dim=128, null_block=0),
         ]
-    found.append(_rope("decode, static q", {"q_quant": "static", "q_scale_inv": np.array([71.0], np.float32), "is_prefill": False}, lengths=(40, 17), new=(1, 1), **one))
+    found.append(
+        _rope("decode, static q", {"q_quant": "static", "q_scale_inv": np.array([71.0], np.float32), "is_prefill": False}, lengths=(40, 17), new=(1, 1), **one)
+    )
 
     def store(tokens: int, kind: Any) -> Callable[[np.random.Generator], dict[str, Any]]:
         def make(rng: np.random.Generator) -> dict[str, Any]:
@@ -250,7 +252,16 @@ def parse(text: str) -> dict[str, Any]:
         key = (*current[:2], severity, re.sub(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)|\d+", "#", block[0]), tuple(lines))
         row = findings.setdefault(
             key,
-            {"op": current[0], "variant": current[1], "call": current[2], "severity": severity, "kernels": kernels, "lines": lines, "count": 0, "text": block[:5]},
+            {
+                "op": current[0],
+                "variant": current[1],
+                "call": current[2],
+                "severity": severity,
+                "kernels": kernels,
+                "lines": lines,
+                "count": 0,
+                "text": block[:5],
+            },
         )
         row["count"] += 1
         block.clear()
@@ -314,7 +325,10 @@ def under(tool: str, match: str, seconds: float, log: Path | None) -> dict[str, 
         (log / f"{tool}.txt").write_text(text[-4_000_000:])
     found = judge(tool, code, text, time.perf_counter() - start)
     allowed = sum(f["allowed"] for f in found["findings"])
-    print(f"{tool:10} {'ok' if found['ok'] else 'NOT OK':7} {found['seconds']:6.1f} s, {found['calls']} calls, {len(found['findings'])} kinds of finding ({allowed} allowed); {found['summary']}", flush=True)
+    print(
+        f"{tool:10} {'ok' if found['ok'] else 'NOT OK':7} {found['seconds']:6.1f} s, {found['calls']} calls, {len(found['findings'])} kinds of finding ({allowed} allowed); {found['summary']}",
+        flush=True,
+    )
     for f in [f for f in found["findings"] if not f["allowed"]][:10]:
         print(f"  {f['count']} x {f['severity']} in {f['call']} ({f['variant']}): {' | '.join(f['text'])[:400]}", flush=True)
     for w in found["wrong"][:10] + found.get("tail", []):

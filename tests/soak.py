@@ -36,7 +36,7 @@ from hccupy.provenance import record
 from hccupy.spec import Case
 
 from . import rope_cases, soak_reference
-from .soak_reference import Difference, equal, raw
+from .soak_reference import Difference, equal
 from .test_plan import bound_of
 
 IHC = ("ihc_pre", "ihc_head", "ihc_post", "ihc_post_pre")
@@ -53,7 +53,9 @@ class Model:
     device: str
 
     def ops(self) -> tuple[str, ...]:
-        return {"ihc": IHC, "rope": ("rope_norm_store_kv_fp8" if self.words.get("fp8") else "rope_norm_store_kv",), "store": ("store_kv", "zero_kv_tail")}[self.kind]
+        return {"ihc": IHC, "rope": ("rope_norm_store_kv_fp8" if self.words.get("fp8") else "rope_norm_store_kv",), "store": ("store_kv", "zero_kv_tail")}[
+            self.kind
+        ]
 
 
 def models(rng: np.random.Generator, count: int, device: str) -> list[Model]:
@@ -82,7 +84,13 @@ def models(rng: np.random.Generator, count: int, device: str) -> list[Model]:
                 mode = {"q_quant": pick("dynamic", "dynamic", "static"), "is_prefill": pick(True, False), "upper_max": pick(None, None, 240.0)}
                 words["scalars"] |= mode
         else:
-            words = {"dtype": pick("bfloat16", "float16", "float32", "uint8"), "kv_heads": pick(1, 2, 8), "dim": pick(64, 72, 128, 576), "block_size": pick(8, 16, 64), "layout": pick(*LAYOUTS)}
+            words = {
+                "dtype": pick("bfloat16", "float16", "float32", "uint8"),
+                "kv_heads": pick(1, 2, 8),
+                "dim": pick(64, 72, 128, 576),
+                "block_size": pick(8, 16, 64),
+                "layout": pick(*LAYOUTS),
+            }
         found.append(Model(kind, words, device))
     return found
 
@@ -91,7 +99,9 @@ def numpy_sample(model: Model, op: str, rng: np.random.Generator) -> tuple[dict[
     """(arguments, outputs by spec name) of a small call, for planning only."""
     w = model.words
     if model.kind == "ihc":
-        case = Case("soak", {"tokens": 2, "hc": w["hc"], "hidden": w["hidden"]}, {}, w["dtype"], {"norm": w["norm"] and op != "ihc_post", "rms_dtype": w["rms_dtype"]})
+        case = Case(
+            "soak", {"tokens": 2, "hc": w["hc"], "hidden": w["hidden"]}, {}, w["dtype"], {"norm": w["norm"] and op != "ihc_post", "rms_dtype": w["rms_dtype"]}
+        )
         return REGISTRY[op].make_inputs(case, rng), {}
     if model.kind == "store":
         axes = {"tokens": 2, "requests": 2, "kv_heads": w["kv_heads"], "head_dim": w["dim"], "v_head_dim": w["dim"], "block_size": w["block_size"]}
@@ -119,7 +129,11 @@ def plans_of(found: list[Model], target: arch.Arch) -> list[plan.Plan]:
             given, outs = numpy_sample(model, op, np.random.default_rng(0))
             for tokens in TOKENS if any(a.name == "tokens" for a in spec.axes) else (None,):
                 stretched = {n: np.broadcast_to(o[:1], (tokens, *o.shape[1:])) for n, o in outs.items()} if tokens else outs
-                each = plan.make(spec, bound_of(spec, given, tokens, outs={n: np.lib.stride_tricks.as_strided(o, o.shape, outs[n].strides) for n, o in stretched.items()}), target)
+                each = plan.make(
+                    spec,
+                    bound_of(spec, given, tokens, outs={n: np.lib.stride_tricks.as_strided(o, o.shape, outs[n].strides) for n, o in stretched.items()}),
+                    target,
+                )
                 made[build.identity(each)] = each
     return list(made.values())
 
@@ -219,7 +233,12 @@ class Trial:
             a["w"] = self.normal((rows, hc * hidden), torch.float32, (hc * hidden) ** -0.5)
             a["hc_scale"] = 1 + 0.5 * torch.rand(rows // hc, generator=self.generator, device=self.device)
             a["hc_base"] = self.normal((rows,), torch.float32, 0.5)
-            a |= {"norm_eps": float(self.rng.choice([1e-5, 1e-6])), "hc_eps": float(self.rng.choice([1e-6, 2e-6])), "rms_eps": 3e-5, "round_before_norm": self.chance(0.7)}
+            a |= {
+                "norm_eps": float(self.rng.choice([1e-5, 1e-6])),
+                "hc_eps": float(self.rng.choice([1e-6, 2e-6])),
+                "rms_eps": 3e-5,
+                "round_before_norm": self.chance(0.7),
+            }
             if op != "ihc_head":
                 a["magnitude"] = float(self.rng.choice([2.0, 1.0]))
             if w["norm"]:
@@ -262,7 +281,6 @@ class Trial:
         self.out_kv = {o: self.between((n, w["kv_heads"], w["dim" if o == "out_k" else "v_dim"]), store) for o in w["outs"]}
 
     def caches(self, dtype: Any, pages: int, v_dim: int, fill: int) -> None:
-        w = self.model.words
 
         def make(shape: tuple[int, ...]) -> Any:
             t = torch.full((int(np.prod(shape)) * dtype.itemsize,), fill, dtype=torch.uint8, device=self.device).view(dtype).view(shape)
@@ -290,7 +308,9 @@ class Trial:
             slots = self.rng.permutation(pages * w["block_size"] + 9)[:n] - 4
             if n <= 1024 and n > 3 and self.chance(0.3):
                 slots[self.rng.integers(n)] = slots[self.rng.integers(n)]
-            src = torch.randint(0, 255, (n, w["kv_heads"], w["dim"] * dtype.itemsize), generator=self.generator, device=self.device, dtype=torch.uint8).view(dtype)
+            src = torch.randint(0, 255, (n, w["kv_heads"], w["dim"] * dtype.itemsize), generator=self.generator, device=self.device, dtype=torch.uint8).view(
+                dtype
+            )
             self.args = {"src": src, "slot_mapping": torch.from_numpy(slots.astype(np.int64 if self.chance(0.5) else np.int32)).to(self.device)}
             self.caches(dtype, pages, w["dim"], 0xA5)
         else:
@@ -554,7 +574,9 @@ def main() -> int:
     if options.report:
         options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(json.dumps(whole, indent=1) + "\n")
-    print(f"{'ok' if whole['ok'] else 'NOT OK'}: {calls} calls, each twice, in {whole['minutes']} minutes, {len(soak.differences)} differences; worst ulps {whole['worst_ulps']}")
+    print(
+        f"{'ok' if whole['ok'] else 'NOT OK'}: {calls} calls, each twice, in {whole['minutes']} minutes, {len(soak.differences)} differences; worst ulps {whole['worst_ulps']}"
+    )
     return 0 if whole["ok"] else 1
 
 

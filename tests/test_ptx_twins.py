@@ -110,7 +110,9 @@ def compiled(arch_name, hopper):
     files = build.sources()
     headers = [name for name in files if name.endswith(".cuh")]
     program = nvrtc.createProgram(SOURCE.read_text(), "twins.cu", [files[h] for h in headers], [h.encode() for h in headers])
-    nvrtc.compileProgram(program, (f"-arch={arch_name}", "-std=c++17", "-default-device", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", f"-DkHopper={int(hopper)}"))
+    nvrtc.compileProgram(
+        program, (f"-arch={arch_name}", "-std=c++17", "-default-device", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", f"-DkHopper={int(hopper)}")
+    )
     return nvrtc.getCUBIN(program) + b"\0"
 
 
@@ -143,10 +145,12 @@ def test_twin_ptx_gives_the_same_bits(rng, tmp_path):
             if entry == "widen":
                 nan = np.isnan(want.view(np.float32))
                 assert np.isnan(got.view(np.float32))[nan].all()
-                got, want = got[~nan], want[~nan]
+                got, want = got[~nan], want[~nan]  # noqa: PLW2901
             elif entry == "inverse" and k == 1:
                 steps = np.abs(got.view(np.int32).astype(np.int64) - want.view(np.int32))
                 assert steps.max() <= 1, f"fast_reciprocal: {steps.max()} ulps"
                 continue
             wrong = np.flatnonzero((got.reshape(-1) != want.reshape(-1)) & ~((got != got) & (want != want)).reshape(-1))
-            assert not wrong.size, f"{entry}, argument {k}: {wrong.size} of {got.size} differ, first {wrong[0]}: {got.reshape(-1)[wrong[0]]} and {want.reshape(-1)[wrong[0]]}"
+            assert not wrong.size, (
+                f"{entry}, argument {k}: {wrong.size} of {got.size} differ, first {wrong[0]}: {got.reshape(-1)[wrong[0]]} and {want.reshape(-1)[wrong[0]]}"
+            )

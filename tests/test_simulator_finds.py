@@ -39,7 +39,9 @@ def altered(tmp_path):
 
 def inputs(op, tokens, hidden, rng):
     spec = REGISTRY[op]
-    return spec, spec.make_inputs(Case("found", {"tokens": tokens, "hc": 4, "hidden": hidden}, spec.cases[0].scalars, "bfloat16", {"norm": op != "ihc_post"}), rng)
+    return spec, spec.make_inputs(
+        Case("found", {"tokens": tokens, "hc": 4, "hidden": hidden}, spec.cases[0].scalars, "bfloat16", {"norm": op != "ihc_post"}), rng
+    )
 
 
 BARRIERS = {
@@ -67,8 +69,16 @@ def test_a_barrier_taken_out(barrier, altered, rng):
 
 
 CASTS = {
-    "ihc_post": ("ihc_post.cu", "residual + token * residual_stride_tokens + column", "residual + static_cast<int>(token) * static_cast<int>(residual_stride_tokens) + column"),
-    "ihc_pre": ("common/ihc_tile.cuh", "rows + clamped(token) * stride_tokens +", "rows + static_cast<int>(clamped(token)) * static_cast<int>(stride_tokens) +"),
+    "ihc_post": (
+        "ihc_post.cu",
+        "residual + token * residual_stride_tokens + column",
+        "residual + static_cast<int>(token) * static_cast<int>(residual_stride_tokens) + column",
+    ),
+    "ihc_pre": (
+        "common/ihc_tile.cuh",
+        "rows + clamped(token) * stride_tokens +",
+        "rows + static_cast<int>(clamped(token)) * static_cast<int>(stride_tokens) +",
+    ),
 }
 
 

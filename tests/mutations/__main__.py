@@ -99,7 +99,12 @@ def main() -> int:
             trees.put(copy_tree(Path(folder) / str(n)))
         tree = Path(folder) / "0"
         where = subprocess.run(
-            [sys.executable, "-c", "import hccupy; print(hccupy.__file__)"], cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, text=True, capture_output=True, check=True
+            [sys.executable, "-c", "import hccupy; print(hccupy.__file__)"],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            text=True,
+            capture_output=True,
+            check=True,
         ).stdout
         if not where.startswith(str(tree)):
             print(f"hccupy is imported from {where.strip()}, not from the copy {tree}")
@@ -119,13 +124,19 @@ def main() -> int:
             finally:
                 trees.put(mine)
             with say:
-                print(f"{row['verdict']:7} {row['seconds']:6.1f} s  {row['id']:28} {row['fault'][:70]:70} {row['by'].splitlines()[-1] if row['by'] else ''}", flush=True)
+                print(
+                    f"{row['verdict']:7} {row['seconds']:6.1f} s  {row['id']:28} {row['fault'][:70]:70} {row['by'].splitlines()[-1] if row['by'] else ''}",
+                    flush=True,
+                )
             return row
 
         with ThreadPoolExecutor(options.jobs) as pool:
             rows = list(pool.map(one, todo))
     counts = {word: sum(r["verdict"] == word for r in rows) for word in ("caught", "missed", "error")}
-    print(f"{counts['caught']}/{len(rows)} caught" + "".join(f"; {counts[w]} {w}: {', '.join(r['id'] for r in rows if r['verdict'] == w)}" for w in ("missed", "error") if counts[w]))
+    print(
+        f"{counts['caught']}/{len(rows)} caught"
+        + "".join(f"; {counts[w]} {w}: {', '.join(r['id'] for r in rows if r['verdict'] == w)}" for w in ("missed", "error") if counts[w])
+    )
     output_to = options.output or (None if words else REPORT)
     if output_to:
         whole = {**head, "total": len(rows), **counts, "seconds": round(time.perf_counter() - start), "faults": rows}

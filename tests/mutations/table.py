@@ -64,6 +64,8 @@ def plan(*names: str) -> tuple[str, ...]:
 TILE, IHC_H, REDUCE = "kernels/common/ihc_tile.cuh", "kernels/common/ihc.cuh", "kernels/common/reduce.cuh"
 PLACE, ROW, VALUES, ROPE_H, SLOTS = (f"kernels/common/rope{n}.cuh" for n in ("_place", "_row", "_values", "", "_tail"))
 
+# One line a fault.
+# fmt: off
 MUTATIONS = (
     # ---- iHC kernels
     Mutation("eps-lost", "wrong eps", "the RMS of the projection input forgets norm_eps", IHC_H, "sum_of_squares / count + eps", "sum_of_squares / count", IHC),
@@ -206,3 +208,4 @@ MUTATIONS = (
     Mutation("reference-null", "wrong page", "the reference tests the range before the null block", "hccupy/ops/store_kv.py", "(page < b.axes[\"num_blocks\"]) & (page != b.null_block)\n    bits", "(page < b.axes[\"num_blocks\"])\n    bits", ("tests/test_rope_reference.py", *STORE)),
     Mutation("reference-norm", "rounding point", "the CPU path does not round y before the folded norm", "hccupy/ops/ihc.py", "        if b.round_before_norm:\n            y = to_f32(from_f32(y, out.dtype))\n", "", POINT),
 )
+# fmt: on
