@@ -184,7 +184,6 @@ struct IhcKernel {
     const float gate = gate_of(has_columns ? 0 : kHc, scales);
     if (!has_columns) {
       return_gates(gate);
-      if (Shape::kHasNorm) __syncthreads();
       return;
     }
     float h[kHc], z[8];
@@ -194,7 +193,7 @@ struct IhcKernel {
     if constexpr (Shape::kHasNorm) {
       if constexpr (Shape::kRoundBeforeNorm) unpack<kXDtype>(pack<kXDtype>(z), z);
       norm_sums[warp][lane] = octet_squares(z);
-      __syncthreads();
+      sync_threads<kWarps * 32>();
       // 16 lanes a token, as many as peers: lane 4 j + t has the octets t of warps j, j + 4, ...
       if (threadIdx.x < kTileTokens * kRanks) {
         const int token_of_tile = threadIdx.x / kRanks, peer = threadIdx.x % kRanks, run = peer >> 2;

@@ -483,22 +483,28 @@ class Trial:
             worst = soak_reference.rope(a, want, {**got, **dict(zip(names, results, strict=True)), **self.out_kv})
         elif self.op == "store_kv":
             cache, bs = _ints(want["key_cache"]), self.model.words["block_size"]
-            for row, slot in enumerate(a["slot_mapping"].tolist()):
-                if 0 <= slot < self.pages * bs and slot // bs != a["null_block"]:
-                    cache[slot // bs, slot % bs] = _ints(a["src"])[row]
+            slots = a["slot_mapping"].cpu().numpy().astype(np.int64)
+            rows = np.flatnonzero((slots >= 0) & (slots < self.pages * bs) & (slots // bs != (-1 if a["null_block"] is None else a["null_block"])))
+            rows = rows[[i for i, s in enumerate(slots[rows]) if s not in slots[rows][i + 1 :]]] if len(slots) <= 1024 else rows  # the last one wins
+            page, slot, row = (torch.from_numpy(v).to(self.device) for v in (slots[rows] // bs, slots[rows] % bs, rows))
+            cache[page, slot] = _ints(a["src"])[row]
         else:
-            table = a["block_table"].tolist()
-            for row, length in enumerate(a["seq_lens"].tolist()):
-                column = (length - 1) // self.model.words["block_size"]
-                if length > 0 and column < len(table[row]) and 0 <= table[row][column] < self.pages and table[row][column] != a["null_block"]:
-                    for cache in want.values():
-                        _ints(cache)[table[row][column], length - column * self.model.words["block_size"] :] = 0
+            lens, table, bs = a["seq_lens"].cpu().numpy().astype(np.int64), a["block_table"].cpu().numpy().astype(np.int64), self.model.words["block_size"]
+            requests = np.flatnonzero((lens > 0) & ((lens - 1) // bs < table.shape[1]))
+            page = table[requests, (lens[requests] - 1) // bs]
+            good = (page >= 0) & (page < self.pages) & (page != (-1 if a["null_block"] is None else a["null_block"]))
+            mask = np.zeros((self.pages, bs), bool)
+            for p, used in zip(page[good], lens[requests][good] - (lens[requests][good] - 1) // bs * bs, strict=True):
+                mask[p, used:] = True
+            page, slot = (torch.from_numpy(v).to(self.device) for v in np.nonzero(mask))
+            for cache in want.values():
+                _ints(cache)[page, slot] = 0
         for k in roots:
             equal(f"cache memory {k}", _ints(roots[k]), _ints(want_roots[k]))
         return worst
 
 
-_ints = soak_reference._bytes
+_ints = soak_reference.integers
 
 
 def to_cupy(t: Any) -> Any:
@@ -508,6 +514,8 @@ def to_cupy(t: Any) -> Any:
     if not isinstance(t, torch.Tensor):
         return t
     kind = BY_NAME[str(t.dtype).removeprefix("torch.")].np
+    if not t.numel():
+        return cupy.empty(tuple(t.shape), np.uint8 if t.element_size() == 1 else np.uint16 if t.element_size() == 2 else kind).view(kind)
     size = t.element_size()
     storage = t.untyped_storage()
     memory = cupy.cuda.UnownedMemory(storage.data_ptr(), max(storage.nbytes(), 1), t)

@@ -96,29 +96,29 @@ def ihc(op: str, a: dict[str, Any], results: tuple[Any, ...]) -> float:
 
 def placed(a: dict[str, Any], tokens: int, pages: int, block_size: int, positions: int) -> dict[str, Any]:
     """Of every row, by the rules of the contract, on the host: position, live (q is computed), page, slot (-1: not stored), request, place."""
-    out = {k: np.full(tokens, -1, np.int64) for k in ("position", "page", "slot", "request", "place")}
-    out["live"] = np.zeros(tokens, bool)
-    tails = []
     q, lens, table = (a[k].cpu().numpy().astype(np.int64) for k in ("q_index", "seq_lens", "block_table"))
-    for b in range(len(lens)):
-        for i in range(q[b], q[b + 1]):
-            position = lens[b] - (q[b + 1] - i)
-            out["request"][i], out["place"][i] = b, i - q[b]
-            if not 0 <= position < positions:
-                continue
-            out["position"][i] = position
-            column = position // block_size
-            if column >= table.shape[1]:
-                continue
-            page = table[b, column]
-            if page == a["null_block"]:
-                out["live"][i] = True
-            elif 0 <= page < pages:
-                out["live"][i] = True
-                out["page"][i], out["slot"][i] = page, position % block_size
-                if i + 1 == q[b + 1] and a["tail"] == "zero":
-                    tails.append((page, position % block_size + 1))
-    return {**out, "tails": tails}
+    new = np.diff(q)
+    out = {k: np.full(tokens, -1, np.int64) for k in ("position", "page", "slot", "request", "place")}
+    live = np.zeros(tokens, bool)
+    request = np.repeat(np.arange(len(lens)), new)
+    row = np.arange(len(request))
+    position = lens[request] - (q[request + 1] - row)
+    out["request"][row], out["place"][row] = request, row - q[request]
+    good = (position >= 0) & (position < positions)
+    out["position"][row[good]] = position[good]
+    column = position // block_size
+    good &= column < table.shape[1]
+    page = np.full(len(row), -1)
+    page[good] = table[request[good], column[good]]
+    null = good & (page == a["null_block"] if a["null_block"] is not None else np.zeros(len(row), bool))
+    stored = good & ~null & (page >= 0) & (page < pages)
+    live[row[null | stored]] = True
+    out["page"][row[stored]], out["slot"][row[stored]] = page[stored], (position % block_size)[stored]
+    last = stored & (row + 1 == q[request + 1]) & (a["tail"] == "zero")
+    behind = block_size - 1 - position[last] % block_size
+    step = np.arange(int(behind.sum())) - np.repeat(np.cumsum(behind) - behind, behind)
+    slots = np.repeat(position[last] % block_size + 1, behind) + step
+    return {**out, "live": live, "tails": (np.repeat(page[last], behind), slots)}
 
 
 def turned(x: Any, angles: Any, weight: Any, a: dict[str, Any]) -> tuple[Any, Any]:
@@ -178,7 +178,7 @@ def rope(a: dict[str, Any], want: dict[str, Any], got: dict[str, Any]) -> float:
     k, k_size = turned(a["qkv"][:, q_heads * dim : (q_heads + heads) * dim].reshape(tokens, heads, dim), angles, a.get("k_norm_weight"), a)
     v = a["qkv"][:, (q_heads + heads) * dim :].reshape(tokens, heads, v_dim)
     worst = 0.0
-    if int(_bytes(got["q"])[~live].count_nonzero()):
+    if int(integers(got["q"])[~live].count_nonzero()):
         raise Difference("q: rows of padding or bad metadata are not zero")
     bound = a.get("upper_max") or 448.0
     if not fp8:
@@ -204,30 +204,30 @@ def rope(a: dict[str, Any], want: dict[str, Any], got: dict[str, Any]) -> float:
             inverse = (1 / by_row[rows])[:, :, None].double()
         else:
             rows, inverse = live, a["q_scale_inv"].double()
-        near_codes("q", _bytes(got["q"])[rows], q[rows] * inverse, bound)
+        near_codes("q", integers(got["q"])[rows], q[rows] * inverse, bound)
         if int(got["split_k_flag"].count_nonzero()):
             raise Difference("split_k_flag is not zero")
         k, v = k * (1 / a["k_scale"]).double(), codes(v.float() * (1 / a["v_scale"]), bound)
     for name, out, value in (("key_cache", "out_k", k), ("value_cache", "out_v", v)):
         dense = got.get(out)
         rows = live if dense is not None else stored
-        have = _bytes(dense)[rows] if dense is not None else _bytes(got[name])[at["page"][rows], at["slot"][rows]]
-        if dense is not None and int(_bytes(dense)[~live].count_nonzero()):
+        have = integers(dense)[rows] if dense is not None else integers(got[name])[at["page"][rows], at["slot"][rows]]
+        if dense is not None and int(integers(dense)[~live].count_nonzero()):
             raise Difference(f"{out}: rows of nobody are not zero")
         if name == "value_cache":
-            equal(f"v in {out if dense is not None else name}", have, _bytes(value)[rows])
+            equal(f"v in {out if dense is not None else name}", have, integers(value)[rows])
         elif fp8:
             near_codes("k", have, value[rows], bound)
         else:
             worst = max(worst, close("k", have.view(a["qkv"].dtype), value[rows], k_size[rows], 1, 1))
         if dense is None:
-            cache = _bytes(want[name])
+            cache = integers(want[name])
             cache[at["page"][rows], at["slot"][rows]] = have
-            for page, slot in where["tails"]:
-                cache[page, slot:] = 0
+            page, slot = (torch.from_numpy(t).to(device) for t in where["tails"])
+            cache[page, slot] = 0
     return worst
 
 
-def _bytes(t: Any) -> Any:
+def integers(t: Any) -> Any:
     """A view of the same memory as integers (fp8 cannot be indexed everywhere)."""
     return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])

@@ -29,7 +29,7 @@ def no_memory_left(framework):
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
         try:
-            yield torch.OutOfMemoryError
+            yield hccupy.OutOfMemoryError
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         return
@@ -40,7 +40,7 @@ def no_memory_left(framework):
     pool.free_all_blocks()
     pool.set_limit(size=pool.total_bytes() + (1 << 20))
     try:
-        yield cupy.cuda.memory.OutOfMemoryError
+        yield hccupy.OutOfMemoryError
     finally:
         pool.set_limit(size=0)
 
