@@ -11,7 +11,7 @@ import pytest
 
 import hccupy
 from hccupy import arrays, build, plan, repeat, run
-from hccupy.errors import DeviceError
+from hccupy.errors import DeviceError, LayoutError
 from hccupy.ops import REGISTRY
 from hccupy.spec import Case
 
@@ -105,6 +105,36 @@ def test_another_alignment_is_another_plan(gpus):
         kept = [b.launcher.plan.defines["kVec"] for b in run._memo.values()]
         assert vec in kept
     assert sorted(kept) == [1, 2, 4]
+
+
+def test_another_alignment_is_not_the_remembered_call(gpus):
+    """With an output given the short way looks at all addresses, their alignment first."""
+    outs = [post(shift=s)[1] for s in (0, 1)]
+    for _ in range(2):
+        hccupy.ihc_post(*post(), out=outs[0])
+    before = len(run._memo)
+    hccupy.ihc_post(*post(shift=1), out=outs[1])
+    hccupy.ihc_post(*post(), out=outs[1])
+    assert len(run._memo) == before + 2
+
+
+def test_leading_axes_with_gaps_do_not_fold():
+    """Every other row of a longer axis: one stride cannot walk it."""
+    x, residual, h = np.ones((3, 4, 8), np.float32), np.ones((3, 4, 2, 8), np.float32), np.ones((3, 4, 2), np.float32)
+    want = hccupy.ihc_post(x[:, :2].copy(), residual[:, :2].copy(), h[:, :2].copy())
+    assert want.shape == (3, 2, 2, 8)
+    with pytest.raises(LayoutError, match="fold into one stride"):
+        hccupy.ihc_post(x[:, :2], residual[:, :2].copy(), h[:, :2].copy())
+
+
+def test_an_output_at_the_residuals_address_with_other_strides():
+    """In place means the same elements: rows further apart overlap rows of the residual that are still to be read."""
+    room = np.ones((6, 2, 8), np.float32)
+    x, h = np.ones((3, 8), np.float32), np.ones((3, 2), np.float32)
+    with pytest.raises(LayoutError, match="share no element"):
+        hccupy.ihc_post(x, room[:3], h, out=room[::2])
+    hccupy.ihc_post(x, room[:3], h, out=room[:3])
+    assert (room[:3] == 2).all() and (room[3:] == 1).all()
 
 
 def test_I1_nothing_is_compiled_for_nothing(gpus):
