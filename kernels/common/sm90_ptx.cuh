@@ -121,11 +121,11 @@ __device__ __forceinline__ void async_copies_arrive(Barrier* barrier) {
 
 // ---- a barrier of some warps of the block -----------------------------------------------------------------------
 
-// All kThreads of them come here. (With __syncthreads from two places, as all threads of the block, synccheck sees a
-// divergent barrier.)
-template <int kThreads>
+// All kCount threads of them come here. (With __syncthreads from two places, as all threads of the block, synccheck
+// sees a divergent barrier.)
+template <int kCount>
 __device__ __forceinline__ void sync_threads() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+  asm volatile("bar.sync 1, %0;" ::"n"(kCount) : "memory");
 }
 
 // ---- registers per thread, by warpgroup ------------------------------------------------------------------------
