@@ -48,7 +48,7 @@ def tests(adapters: list[Adapter], module: dict[str, Any] | None = None) -> dict
 # ---- A: padding, null block, tails ------------------------------------------------------------------------------
 
 
-def A1_reserved_block_stays_zero(on: Adapter, rng: np.random.Generator) -> None:
+def A1_A2_reserved_block_stays_zero(on: Adapter, rng: np.random.Generator) -> None:
     """Two padded requests of NaN rows point at the reserved block; and A2: on every path."""
     for style in ("neox", "interleaved"):
         given = build(rng, lengths=(5, 9, 1, 1), new=(1, 1, 1, 1), rope_style=style, null_block=0, spare=4)

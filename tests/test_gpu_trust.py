@@ -127,3 +127,55 @@ def test_trust_C10_a_refused_launch_is_raised_where_it_was_called(monkeypatch):
     run.forget()
     assert (hccupy.ihc_post(x, residual, h) == 2).all()
     torch.cuda.synchronize()
+
+
+def test_trust_A4_capture_with_an_empty_block_table_leaves_block_0_alone(rng):
+    """Warm-up and capture as engines do it, on a block table of zeros and garbage rows; then real rows. Block 0 is never written."""
+    import torch
+
+    for quantise in (False, True):
+        given = build(rng, lengths=(1,) * 8, new=(1,) * 8, null_block=0, spare=12)
+        given["block_table"][...] = 0
+        given["qkv"][...] = np.nan
+        given = fp8(given) if quantise else given
+        for name in ("key_cache", "value_cache"):
+            given[name][...] = np.zeros_like(given[name])
+        call = hccupy.rope_norm_store_kv_fp8 if quantise else hccupy.rope_norm_store_kv
+        arrays = {k: TORCH.put(v) for k, v in given.items()}
+        call(**arrays)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            q = call(**arrays)
+        caches = [arrays[n].view(torch.uint8) for n in ("key_cache", "value_cache")]
+        torch.cuda.synchronize()
+        assert not any(int(c[0].count_nonzero()) for c in caches)
+        arrays["qkv"].normal_()
+        arrays["block_table"][:, 0] = torch.tensor([0, 3, 5, 0, 7, 9, 2, 0], dtype=torch.int32)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert not any(int(c[0].count_nonzero()) for c in caches)
+        assert all(int(c[[3, 5, 7, 9, 2], 0].count_nonzero()) for c in caches)
+        assert torch.isfinite((q[0] if quantise else q).float()).all()
+
+
+def test_trust_J4_foreign_arrays_inside_a_capture(rng):
+    """Arrays of a producer that speaks DLPack alone, first and second call inside a capture on a side stream."""
+    import torch
+
+    from .adapters import Producer
+
+    x, residual, h = torch.ones(4, 64, device="cuda"), torch.zeros(4, 4, 64, device="cuda"), torch.ones(4, 4, device="cuda")
+    outs = [torch.zeros_like(residual) for _ in range(2)]
+    hccupy.ihc_post(x, residual, h)
+    torch.cuda.synchronize()
+    import cupy
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        for out in outs:
+            hccupy.ihc_post(Producer(x), Producer(residual), Producer(h), out=Producer(out))
+    x.fill_(3)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all((out == 3).all() for out in outs)
