@@ -20,7 +20,6 @@ import threading
 import time
 import traceback
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,118 +27,17 @@ import numpy as np
 import torch
 
 import hccupy
-from hccupy import arch, arrays, build, check, plan
+from hccupy import arch, arrays, check, plan
 from hccupy.dtypes import BY_NAME
 from hccupy.ops import REGISTRY
-from hccupy.ops.rope_inputs import LAYOUTS, make_caches, make_metadata
+from hccupy.ops.rope_inputs import make_caches, make_metadata
 from hccupy.provenance import record
-from hccupy.spec import Case
 
-from . import rope_cases, soak_reference
+from . import soak_reference
+from .soak_models import Model, compile_one, models, plans_of
 from .soak_reference import Difference, equal
-from .test_plan import bound_of
 
-IHC = ("ihc_pre", "ihc_head", "ihc_post", "ihc_post_pre")
 MARGIN = 256  # elements before and after an output
-TOKENS = (1, 5, 9, 33, 70, 300, 1000, 3000)  # that kernels are compiled ahead for
-
-
-@dataclass
-class Model:
-    """What is baked, drawn once."""
-
-    kind: str  # ihc, rope, store
-    words: dict[str, Any]
-    device: str
-
-    def ops(self) -> tuple[str, ...]:
-        return {"ihc": IHC, "rope": ("rope_norm_store_kv_fp8" if self.words.get("fp8") else "rope_norm_store_kv",), "store": ("store_kv", "zero_kv_tail")}[
-            self.kind
-        ]
-
-
-def models(rng: np.random.Generator, count: int, device: str) -> list[Model]:
-    """A third each of iHC, RoPE and, half as many, the small ops."""
-    pick = lambda *values: values[int(rng.integers(len(values)))]
-    cpu = device == "cpu"
-    found = []
-    for i in range(count):
-        kind = ("ihc", "rope", "ihc", "rope", "store")[i % 5]
-        if kind == "ihc":
-            hidden = pick(72, 100, 257, 576) if cpu else pick(6144, 4096, 5120, 7168, 4100, 2560, 1024, 2048, 8192, 576, 100, 257)
-            dtype = pick("bfloat16", "float16") if cpu else pick("bfloat16", "bfloat16", "bfloat16", "float16", "float32")
-            words = {"hc": pick(4, 4, 4, 2, 8, 1, 3, 5), "hidden": hidden, "dtype": dtype, "norm": pick(True, False), "rms_dtype": pick(dtype, "float32")}
-        elif kind == "rope":
-            kv_heads, group, dim = pick(1, 2, 4, 8), pick(1, 3, 4, 6, 8), pick(64, 72, 80, 96, 128, 128, 128, 192, 256)
-            words = {
-                "fp8": pick(True, False), "q_heads": kv_heads * group, "kv_heads": kv_heads, "dim": dim, "v_dim": pick(dim, dim, 64, 128),
-                "rotary": pick(dim, dim, dim // 2, 0), "dtype": pick("bfloat16", "bfloat16", "float16"), "weights": pick("float32", "same"),
-                "outs": pick((), (), (), ("out_k", "out_v"), ("out_k",)), "layout": pick(*LAYOUTS), "block_size": pick(1, 8, 16, 64),
-                "scalars": {
-                    "qk_norm_policy": pick("none", "rope_then_norm", "norm_then_rope"), "norm_eps": pick(1e-6, 1e-5), "norm_weight_offset": pick(0.0, 1.0),
-                    "rope_style": pick("neox", "interleaved"), "tail": pick("zero", "zero", "keep"), "null_block": pick(None, None, 0, -1),
-                },
-            }  # fmt: skip
-            if words["fp8"]:
-                mode = {"q_quant": pick("dynamic", "dynamic", "static"), "is_prefill": pick(True, False), "upper_max": pick(None, None, 240.0)}
-                words["scalars"] |= mode
-        else:
-            words = {
-                "dtype": pick("bfloat16", "float16", "float32", "uint8"),
-                "kv_heads": pick(1, 2, 8),
-                "dim": pick(64, 72, 128, 576),
-                "block_size": pick(8, 16, 64),
-                "layout": pick(*LAYOUTS),
-            }
-        found.append(Model(kind, words, device))
-    return found
-
-
-def numpy_sample(model: Model, op: str, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(arguments, outputs by spec name) of a small call, for planning only."""
-    w = model.words
-    if model.kind == "ihc":
-        case = Case(
-            "soak", {"tokens": 2, "hc": w["hc"], "hidden": w["hidden"]}, {}, w["dtype"], {"norm": w["norm"] and op != "ihc_post", "rms_dtype": w["rms_dtype"]}
-        )
-        return REGISTRY[op].make_inputs(case, rng), {}
-    if model.kind == "store":
-        axes = {"tokens": 2, "requests": 2, "kv_heads": w["kv_heads"], "head_dim": w["dim"], "v_head_dim": w["dim"], "block_size": w["block_size"]}
-        return REGISTRY[op].make_inputs(Case("soak", axes, {}, w["dtype"], {"layout": w["layout"]}), rng), {}
-    kind = BY_NAME[w["dtype"]].np
-    given = rope_cases.build(
-        rng, w["q_heads"], w["kv_heads"], w["dim"], w["v_dim"], w["rotary"], w["block_size"], dtype=w["dtype"],
-        policy=w["scalars"]["qk_norm_policy"], weight_dtype=np.float32 if w["weights"] == "float32" else kind,
-    )  # fmt: skip
-    if w["fp8"]:
-        given = rope_cases.fp8(given, **{k: w["scalars"][k] for k in ("q_quant", "is_prefill")})
-        given |= {"q_scale_inv": np.ones(1, np.float32)} if w["scalars"]["q_quant"] == "static" else {}
-    store = given["key_cache"].dtype
-    given |= w["scalars"]
-    given["key_cache"], given["value_cache"] = make_caches(w["layout"], lambda s: np.zeros(s, store), 4, w["block_size"], w["kv_heads"], w["dim"], w["v_dim"])
-    return given, {n: np.zeros((len(given["qkv"]), w["kv_heads"], w["dim" if n == "out_k" else "v_dim"]), store) for n in w["outs"]}
-
-
-def plans_of(found: list[Model], target: arch.Arch) -> list[plan.Plan]:
-    """What calls of these models need where everything is aligned."""
-    made: dict[str, plan.Plan] = {}
-    for model in found:
-        for op in model.ops():
-            spec = REGISTRY[op]
-            given, outs = numpy_sample(model, op, np.random.default_rng(0))
-            for tokens in TOKENS if any(a.name == "tokens" for a in spec.axes) else (None,):
-                stretched = {n: np.broadcast_to(o[:1], (tokens, *o.shape[1:])) for n, o in outs.items()} if tokens else outs
-                each = plan.make(
-                    spec,
-                    bound_of(spec, given, tokens, outs={n: np.lib.stride_tricks.as_strided(o, o.shape, outs[n].strides) for n, o in stretched.items()}),
-                    target,
-                )
-                made[build.identity(each)] = each
-    return list(made.values())
-
-
-def _compile(made: plan.Plan) -> None:
-    build.binary(made)
 
 
 # ---- one call ---------------------------------------------------------------------------------------------------
@@ -201,11 +99,11 @@ class Trial:
         return (torch.randn(shape, generator=self.generator, device=self.device) * scale).to(dtype)
 
     def loose(self, t: Any) -> Any:
-        """Sometimes: the same values with gaps between rows, maybe at an odd address."""
+        """Sometimes: the same values with gaps between rows, maybe at an odd address (of alignments that kernels are compiled ahead for)."""
         if not self.chance(0.15) or not t.numel():
             return t
-        shift, gap = int(self.rng.choice([0, 0, 1, 4, 8])), int(self.rng.choice([8, 8, 3]))
-        wide = torch.full((*t.shape[:-1], t.shape[-1] + shift + gap), float("nan"), dtype=t.dtype, device=self.device)
+        more, shift = ((3, 1), (3, 0), (12, 4), (12, 0), (16, 8))[int(self.rng.integers(5))]
+        wide = torch.full((*t.shape[:-1], t.shape[-1] + more), float("nan"), dtype=t.dtype, device=self.device)
         view = wide[..., shift : shift + t.shape[-1]]
         view.copy_(t)
         return view
@@ -396,7 +294,7 @@ class Trial:
             outs = self.outs()
         outs |= {k: v for k, v in self.out_kv.items()}
         self.late(args)
-        results = self.captured(args, outs) if graph else self.call(way, args, outs)
+        results = self.captured(outs, inplace) if graph else self.call(way, args, outs)
         label = ("graph" if graph else way) + (" in place" if inplace else " out" if outs else "")
         if graph:
             roots = self.graph_roots
@@ -425,17 +323,12 @@ class Trial:
         torch.cuda._sleep(300_000)
         t.copy_(kept)
 
-    def captured(self, args: dict[str, Any], outs: dict[str, Any]) -> tuple[Any, ...]:
+    def captured(self, outs: dict[str, Any], inplace: bool) -> tuple[Any, ...]:
         """Capture on other values, replay on those of the trial."""
-        roots, args = self.copies()
-        self.graph_roots = roots
-        args = {**args, **({"residual": outs["out"]} if "out" in outs and outs["out"] is args.get("residual") else {})}
-        changing = [k for k in ("x", "qkv", "src", "residual") if k in self.args]
-        for k in changing:
-            args[k] = self.args[k].clone() if k != "residual" or "out" not in outs else args[k]
-        if "out" in outs and self.op in ("ihc_post", "ihc_post_pre") and len(outs) == 1 and outs["out"].shape == self.args["residual"].shape and not self.zones:
-            args["residual"] = outs["out"]  # an update in place
-        for k in changing:
+        self.graph_roots, args = self.copies()
+        kept = {k: self.args[k] for k in ("x", "qkv", "src", "residual") if k in self.args}
+        args |= {k: outs["out"] if inplace and k == "residual" else t.clone() for k, t in kept.items()}
+        for k in kept:
             if args[k].dtype.is_floating_point and args[k].dtype.itemsize > 1:
                 args[k].mul_(0.5)
         self.call("torch", args, outs)
@@ -443,13 +336,13 @@ class Trial:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             results = self.call("torch", args, outs)
-        for k in changing:
-            args[k].copy_(self.args[k])
-        for k, root in roots.items():
+        for k, t in kept.items():
+            args[k].copy_(t)
+        for k, root in self.graph_roots.items():
             root.copy_(self.roots[k])
         graph.replay()
         torch.cuda.current_stream().synchronize()
-        self.graph = graph  # its memory lives as long
+        self.graph = graph  # the memory of its results lives as long
         return results
 
     def variant(self, args: dict[str, Any], outs: dict[str, Any]) -> str:
@@ -553,7 +446,7 @@ def main() -> int:
         todo = plans_of(found, arch.of_device(torch.cuda.current_device()))
         compiled = len(todo)
         with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(_compile, todo, chunksize=2))
+            list(pool.map(compile_one, todo, chunksize=2))
         print(f"{compiled} kernels compiled in {time.perf_counter() - start:.1f} s", flush=True)
     if options.again is not None:
         soak.one(options.again, torch.Generator(options.device), True)

@@ -9,7 +9,7 @@ import torch
 import hccupy
 from hccupy import arch
 
-from . import sanitize, soak
+from . import sanitize, soak, soak_models
 from .adapters import CPU
 
 OUTPUT = """========= COMPUTE-SANITIZER
@@ -111,4 +111,4 @@ def test_the_soak_sees_a_fault(op, monkeypatch, capsys, tmp_path):
     assert tested.differences and all(op in d["call"] for d in tested.differences)
 
 
-REAL = {"ihc": soak.IHC, "rope": ("rope_norm_store_kv",), "store": ("store_kv", "zero_kv_tail")}
+REAL = {"ihc": soak_models.IHC, "rope": ("rope_norm_store_kv",), "store": ("store_kv", "zero_kv_tail")}
