@@ -189,7 +189,7 @@ def test_G7_no_step_of_accuracy_at_an_internal_switch(rng, monkeypatch):
     monkeypatch.setattr(ihc_launch, "TENSOR_LEAST", 0)
     spec = REGISTRY["ihc_head"]
     worst = {}
-    for hidden in (56, 63, 64, 65, 72, 2040, 2048, 2056):
+    for hidden in (63, 64, 65, 2056):
         given = spec.make_inputs(Case("switch", {"tokens": 3, "hc": 2, "hidden": hidden}, spec.cases[0].scalars, "float32"), rng)
         given["w"] *= np.float32(4)
         for target in ("sm_80", "sm_90a"):

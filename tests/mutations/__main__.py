@@ -37,13 +37,13 @@ def copy_tree(to: Path) -> Path:
     return to
 
 
-def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int | None, str]:
+def run_tests(tree: Path, tests: tuple[str, ...], seconds: float = SECONDS) -> tuple[int | None, str]:
     """(exit status, output) of pytest in a tree; None where the time was up."""
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "TEST_PROFILE": "first", "HCCUPY_CACHE_DIR": str(tree / "cache")}
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", *tests]
     child = subprocess.Popen(words, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
-        output, _ = child.communicate(timeout=SECONDS)
+        output, _ = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
@@ -110,7 +110,7 @@ def main() -> int:
             print(f"hccupy is imported from {where.strip()}, not from the copy {tree}")
             return 2
         every = tuple(dict.fromkeys(t for m in todo for t in m.tests))
-        code, output = run_tests(tree, every)
+        code, output = run_tests(tree, every, 10 * SECONDS)
         if code != 0:
             print(f"the tests do not pass without a fault ({code}):\n{output[-4000:]}")
             return 2
