@@ -74,11 +74,11 @@ def table(rows):
     """The lines of the resource table: one row an op, variant and architecture, the largest of its binaries."""
     if not rows:
         return
-    yield f"{'op':24}{'variant':14}{'arch':10}{'registers':>10}{'shared B':>10}{'dynamic B':>10}{'ms':>8}"
+    yield f"{'op':24}{'variant':18}{'arch':10}{'registers':>10}{'shared B':>10}{'dynamic B':>10}{'ms':>8}"
     for name in sorted({(r["op"], r["variant"], ARCHS.index(r["arch"]), r["arch"]) for r in rows}):
         same = [r for r in rows if (r["op"], r["variant"], r["arch"]) == (name[0], name[1], name[3])]
         most = {k: max(r[k] for r in same) for k in ("registers", "shared", "dynamic", "ms")}
-        yield f"{name[0]:24}{name[1]:14}{name[3]:10}{most['registers']:10}{most['shared']:10}{most['dynamic']:10}{most['ms']:8.0f}"
+        yield f"{name[0]:24}{name[1]:18}{name[3]:10}{most['registers']:10}{most['shared']:10}{most['dynamic']:10}{most['ms']:8.0f}"
     times = [r["ms"] for r in rows]
     yield f"{len(rows)} cold compilations (CPU time): median {statistics.median(times):.0f} ms, slowest {max(times):.0f} ms; no spills, no stack"
 

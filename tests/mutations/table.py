@@ -109,7 +109,7 @@ MUTATIONS = (
     Mutation("head-eps", "wrong eps", "the head's norm forgets norm_eps", ROPE_H, "fmaf(sum_of_squares, 1.0f / kDim, eps)", "fmaf(sum_of_squares, 1.0f / kDim, 1e-30f)", field("E1_E2_eps_is_an_argument")),
     Mutation("weight-offset", "wrong formula", "norm_weight_offset is not added", ROW, "args.norm_weight_offset * kDown", "0.0f", ROPE),
     Mutation("k-weight", "wrong formula", "k is weighted with q's weights", ROW, "(is_q ? a.q_weight : a.k_weight) + element", "a.q_weight + element", ROPE),
-    Mutation("zero-sign", "special values", "an all-zero head has negative zeros", ROW, "f.zero = absmax == 0.0f ? 0.0f : -0.0f;", "f.zero = -0.0f;", field("F1_all_zero_head")),
+    Mutation("zero-sign", "special values", "an all-zero head has negative zeros", "kernels/common/rope_args.cuh", "const float scaled = fmaf(value, inverse, zero);", "const float scaled = fmaf(value, inverse, -0.0f);", field("F1_all_zero_head")),
     Mutation("absmax-floor", "special values", "an all-zero head has scale 0", ROW, "fmaxf(absmax, kSmallestAbsmax)", "absmax", field("F1_all_zero_head")),
     Mutation("scale-width", "bounds guard", "q_scale is written past its padded width", ROW, "row.request >= 0 && row.place < a.padded_q_len", "row.request >= 0", field("H1_max_q_len_too_small")),
     Mutation("position", "off by one", "positions are one too many", PLACE, "- (h.end - token);", "- (h.end - token) + 1;", ROPE),
