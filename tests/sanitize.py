@@ -265,7 +265,7 @@ def parse(text: str) -> dict[str, Any]:
             return
         whole = " ".join(block)
         lines = sorted(set(re.findall(r"[\w./-]+\.cuh?:\d+", whole)))
-        functions = sorted(set(re.findall(r"access at (?:\w+::)*(\w+)\(", whole)))
+        functions = sorted(set(re.findall(r"access at (?:[\w ]+ )?(?:\w+(?:<[^>]*>)?::)*(\w+)(?:<[^>]*>)?\(", whole)))
         severity = "warning" if block[0].startswith("Warning") else "error"
         key = (*current[:2], severity, re.sub(r"0x[0-9a-f]+|\d+", "#", block[0]), tuple(lines))
         row = findings.setdefault(

@@ -38,6 +38,8 @@ def test_findings_are_attributed_and_only_the_known_ones_allowed():
     (race,) = found["findings"]
     assert found["ok"] and found["calls"] == 2 and race["allowed"] and race["count"] == 2
     assert (race["op"], race["variant"], race["functions"]) == ("ihc_pre", "sm90_stream", ["push_sums", "store_partials"])
+    template = OUTPUT.format(more="").replace("hccupy::store_partials(", "void hccupy::store_partials<(int)1>(")
+    assert sanitize.parse(template)["findings"][0]["functions"] == ["push_sums", "store_partials"]
     assert race["lines"] == ["sm90_ihc.cuh:221", "sm90_stream_sums.cuh:96"]
     assert not sanitize.judge("synccheck", 33, OUTPUT.format(more=""), 1.0)["ok"]  # the same words of another tool
     elsewhere = OUTPUT.format(more="").replace("sm90_stream :", "portable :")
