@@ -67,5 +67,28 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PY) -m pip install -q -e '.[dev,jax,cuda13]'
 	touch $@
 
+# ---- what shows that it can be trusted (tests/README.md) ----
+.PHONY: test-long mutations audit gpu-sanitize gpu-soak
+
+test-long: $(VENV)/.test
+	TEST_PROFILE=long $(PY) -m pytest -n 2 --dist worksteal --timeout 7200 tests/test_kernels_drawn.py tests/test_field_cases_simulated.py
+
+mutations: $(VENV)/.test
+	$(PY) -m tests.mutations
+
+audit: $(VENV)/.test $(VENV)/audit/bin/pip-audit
+	$(PY) -m tests.audit $(VENV)/audit/bin/pip-audit
+
+gpu-sanitize:
+	$(PYTHON) -m tests.sanitize --report notebooks/results/h200/sanitizer.json
+
+gpu-soak:
+	$(PYTHON) -m tests.soak --minutes 8 --seed 1 --report notebooks/results/h200/soak_1.json
+	$(PYTHON) -m tests.soak --minutes 8 --seed 2 --report notebooks/results/h200/soak_2.json
+
+$(VENV)/audit/bin/pip-audit:
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip install -q 'pip-audit==2.10.1'
+
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -186,7 +186,6 @@ struct IhcKernel {
     const float gate = gate_of(has_columns ? 0 : kHc, scales);
     if (!has_columns) {
       return_gates(gate);
-      if (Shape::kHasNorm) __syncthreads();
       return;
     }
     float h[kHc], z[8];
@@ -196,7 +195,7 @@ struct IhcKernel {
     if constexpr (Shape::kHasNorm) {
       if constexpr (Shape::kRoundBeforeNorm) unpack<kXDtype>(pack<kXDtype>(z), z);
       norm_sums[warp][lane] = octet_squares(z);
-      __syncthreads();
+      sync_threads<kWarps * 32>();
       // 16 lanes a token, as many as peers: lane t of a quad has the octets of warps t, t + 4, ... Loads of 16 bytes
       // and sums inside a lane take less time than shuffles.
       if (threadIdx.x < kTileTokens * kRanks) {

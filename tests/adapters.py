@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 SPECIAL = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8}
+ZONE, MARK = 1024, 0xA5  # bytes on both sides of every tensor, and what they hold
+_zoned: list[weakref.ref[Any]] = []
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,10 @@ class Adapter:
         if self.name == "torch" or (self.name == "dlpack" and self.device == "cpu"):
             import torch
 
-            raw = base.view(SPECIAL[base.dtype.name]) if base.dtype.name in SPECIAL else base
-            t = torch.from_numpy(raw.copy()).to(self.device)
-            if base.dtype.name in SPECIAL:
-                t = t.view(getattr(torch, base.dtype.name))
-            t = t.as_strided(a.shape, [s // a.itemsize for s in a.strides], offset)
+            zone = np.full(ZONE, MARK, np.uint8)
+            whole = torch.from_numpy(np.concatenate([zone, base.view(np.uint8), zone])).to(self.device)
+            t = whole.view(getattr(torch, base.dtype.name)).as_strided(a.shape, [s // a.itemsize for s in a.strides], offset + ZONE // a.itemsize)
+            _zoned.append(weakref.ref(t))
             return Producer(t) if self.name == "dlpack" else t
         import cupy
 
@@ -78,12 +80,34 @@ class Adapter:
             return cupy.asnumpy(raw).view(a.dtype)
         return np.asarray(a)
 
+    def op(self, name: str) -> Any:
+        """The op as a function of such arrays."""
+        import hccupy
+
+        return getattr(hccupy, name)
+
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Wait for the device, then look at the red zones of all tensors that are still there."""
         if self.device == "cuda":
             import cupy
 
             cupy.cuda.runtime.deviceSynchronize()
+        check_zones()
+
+
+def check_zones() -> None:
+    """Raise AssertionError if a byte before or behind a tensor that `put` made was written."""
+    import torch
+
+    alive = []
+    for reference in _zoned:
+        t = reference()
+        if t is not None:
+            alive.append(reference)
+            whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+            ends = torch.cat([whole[:ZONE], whole[-ZONE:]])
+            assert bool((ends == MARK).all()), f"bytes beside an array of {whole.numel() - 2 * ZONE} bytes were written"
+    _zoned[:] = alive
 
 
 def _whole(a: np.ndarray) -> tuple[np.ndarray, int]:

@@ -25,7 +25,7 @@ def small_cases() -> list[tuple[OpSpec, Case]]:
 
 def call(op: str, given: dict[str, Any], on: Adapter, **more: Any) -> tuple[Any, ...]:
     """The op through its public function; results as NumPy arrays."""
-    result = getattr(hccupy, op)(**{k: on.put(v) for k, v in given.items()}, **more)
+    result = on.op(op)(**{k: on.put(v) for k, v in given.items()}, **more)
     on.synchronize()
     return tuple(on.get(r) for r in (result if isinstance(result, tuple) else (result,)))
 

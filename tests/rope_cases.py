@@ -8,7 +8,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-import hccupy
 from hccupy.dtypes import BY_NAME
 from hccupy.ops import REGISTRY
 from hccupy.ops.rope_inputs import make_caches, make_metadata, rope_table
@@ -80,7 +79,7 @@ def call(on: Adapter, op: str, given: dict[str, Any], **outs: Any) -> SimpleName
     spec = REGISTRY[op]
     arrays = {k: on.put(v) for k, v in given.items()}
     placed = {k: on.put(v) for k, v in outs.items()}
-    result = getattr(hccupy, op)(**arrays, **placed)
+    result = on.op(op)(**arrays, **placed)
     on.synchronize()
     results = list(result) if isinstance(result, tuple) else [result]
     back = {o.name: on.get(r) for o, r in zip([o for o in spec.outputs if o.allocate], results, strict=False)}

@@ -48,7 +48,7 @@ def tests(adapters: list[Adapter], module: dict[str, Any] | None = None) -> dict
 # ---- A: padding, null block, tails ------------------------------------------------------------------------------
 
 
-def A1_reserved_block_stays_zero(on: Adapter, rng: np.random.Generator) -> None:
+def A1_A2_reserved_block_stays_zero(on: Adapter, rng: np.random.Generator) -> None:
     """Two padded requests of NaN rows point at the reserved block; and A2: on every path."""
     for style in ("neox", "interleaved"):
         given = build(rng, lengths=(5, 9, 1, 1), new=(1, 1, 1, 1), rope_style=style, null_block=0, spare=4)
@@ -95,6 +95,21 @@ def A9_bad_lengths_of_padding_requests(on: Adapter, rng: np.random.Generator) ->
     given = build(rng, lengths=(9, 3, 1, 1), new=(9, 3, 0, 0), padding=3)
     given["seq_lens"][2:] = -5, 2**30
     verify(given, bf16(on, given))
+
+
+def A9_bad_prefix_sums_skip_their_rows(on: Adapter, rng: np.random.Generator) -> None:
+    """A q_index that does not start at 0, decreases or ends past the rows: those rows are skipped, though position and page would do."""
+    given = build(rng, lengths=(9, 3, 120), new=(3, 2, 4), tail="keep")
+    want = expected(given)
+    for q_index, good in (((1, 3, 5, 9), range(3, 9)), ((0, 3, 5, 99), range(5)), ((0, 3, 2**31 - 1, 9), range(3)), ((0, 3, -5, 9), range(3))):
+        g = {**given, "q_index": np.array(q_index, np.int32)}
+        got = bf16(on, {**g, "key_cache": given["key_cache"].copy(), "value_cache": given["value_cache"].copy()})
+        written = int((raw(got.value_cache) != 0xA5A5).any((2, 3)).sum())
+        assert written == len(good)
+        for i in range(9):
+            page, slot = want.where[i]
+            assert bool(raw(got.q[i]).any()) == (i in good)
+            assert i not in good or same(got.value_cache[page, slot], want.v[i])
 
 
 @needs_memory
@@ -234,6 +249,17 @@ def B16_pages_out_of_range_are_skipped(on: Adapter, rng: np.random.Generator) ->
         assert not raw(got.q[:3]).any() and raw(got.q[3]).any()
         others = np.delete(np.arange(len(before[0])), given["block_table"][1, 1])
         assert same(got.key_cache[others], before[0][others]) and same(got.value_cache[others], before[1][others])
+
+
+def B16_columns_past_the_table_are_skipped(on: Adapter, rng: np.random.Generator) -> None:
+    """A length past the last column: what lies behind the table, here a good page, is not looked at."""
+    given = build(rng, lengths=(17, 9), new=(1, 1))
+    wide = np.zeros((2, 3), np.int32)
+    wide[:, : given["block_table"].shape[1]] = given["block_table"]
+    got = bf16(on, {**given, "block_table": wide[:, :2]})
+    assert not raw(got.q[0]).any() and raw(got.q[1]).any()
+    others = np.delete(np.arange(len(got.key_cache)), given["block_table"][1, 1])
+    assert (raw(got.key_cache[others]) == 0xA5A5).all() and (raw(got.value_cache[others]) == 0xA5A5).all()
 
 
 def B16_debug_names_the_page(on: Adapter, rng: np.random.Generator) -> None:

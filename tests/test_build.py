@@ -6,6 +6,7 @@ import logging
 import re
 import statistics
 import time
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -16,11 +17,13 @@ from hccupy.bench.run import plans_of
 from hccupy.errors import CompileError
 from hccupy.ops import REGISTRY
 
+from . import resources as table_of
 from .test_plan import OPS, bound_of, small_cases
 
 pytest.importorskip("cupy", reason="NVRTC comes with CuPy: pip install hccupy[cuda13]")
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+BENCH_ARCHS = ("sm_80", "sm_90a")
 PER_PAIR = 2  # binaries an op and architecture, or one a variant: more would only repeat templates that others instantiate
 TOKENS = (1, 33, 1024, 16384)  # variants may differ by size
 rows: list[dict[str, object]] = []
@@ -42,6 +45,20 @@ def plans(op, target):
     return (list(first.values()) + rest)[: max(PER_PAIR, len(first))]
 
 
+def bench_plans(op, target):
+    """What the bench runs of an op."""
+    spec = REGISTRY[op]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arch, "of_device", lambda index: arch.named(target))
+        return list(plans_of([(spec, c) for c in spec.cases if c.name.startswith("bench")]))
+
+
+def every_plan():
+    """(plan, is it of the bench) of all that this file compiles."""
+    small = [(made, False) for op in OPS for target in ARCHS for _, made in plans(op, arch.named(target))]
+    return small + [(made, True) for op in OPS for target in BENCH_ARCHS for made in bench_plans(op, target)]
+
+
 def resources(log):
     """Registers, shared bytes, stack and spill bytes from the ptxas lines of a log."""
     number = lambda pattern: sum(int(n) for n in re.findall(pattern, log))
@@ -57,11 +74,11 @@ def table(rows):
     """The lines of the resource table: one row an op, variant and architecture, the largest of its binaries."""
     if not rows:
         return
-    yield f"{'op':24}{'variant':14}{'arch':10}{'registers':>10}{'shared B':>10}{'dynamic B':>10}{'ms':>8}"
+    yield f"{'op':24}{'variant':18}{'arch':10}{'registers':>10}{'shared B':>10}{'dynamic B':>10}{'ms':>8}"
     for name in sorted({(r["op"], r["variant"], ARCHS.index(r["arch"]), r["arch"]) for r in rows}):
         same = [r for r in rows if (r["op"], r["variant"], r["arch"]) == (name[0], name[1], name[3])]
         most = {k: max(r[k] for r in same) for k in ("registers", "shared", "dynamic", "ms")}
-        yield f"{name[0]:24}{name[1]:14}{name[3]:10}{most['registers']:10}{most['shared']:10}{most['dynamic']:10}{most['ms']:8.0f}"
+        yield f"{name[0]:24}{name[1]:18}{name[3]:10}{most['registers']:10}{most['shared']:10}{most['dynamic']:10}{most['ms']:8.0f}"
     times = [r["ms"] for r in rows]
     yield f"{len(rows)} cold compilations (CPU time): median {statistics.median(times):.0f} ms, slowest {max(times):.0f} ms; no spills, no stack"
 
@@ -69,14 +86,16 @@ def table(rows):
 @pytest.mark.parametrize("target", ARCHS)
 @pytest.mark.parametrize("op", OPS)
 def test_compiles_without_spills(op, target, record_property):
-    times = []
+    """And with no more registers and shared memory than tests/resources.json holds of this NVRTC."""
+    times, mine = [], []
     for case, made in plans(op, arch.named(target)):
         start = time.process_time()  # not wall time: other jobs on the machine do not count
         cubin, log = build.compile_plan(made, extra=("-Xptxas=-v",))
         times.append(time.process_time() - start)
         used = resources(log)
-        row = {"op": op, "variant": made.variant, "arch": target, **used, "dynamic": made.launch.smem, "ms": 1000 * times[-1]}
+        row = {**table_of.row_of(made, used), "ms": 1000 * times[-1]}
         rows.append(row)
+        mine.append(row)
         record_property("kernel", row)
         assert cubin.startswith(b"\x7fELF") and made.entry.encode() in cubin
         assert used["registers"] and not used["spills"] and not used["stack"], f"{case.name}: {used}\n{log}"
@@ -84,23 +103,48 @@ def test_compiles_without_spills(op, target, record_property):
         assert used["registers"] * threads <= 65536, f"{case.name}: {used['registers']} registers of {threads} threads do not fit"
         assert used["shared"] + made.launch.smem <= made.arch.smem
         assert "warning" not in log, log
+    wrong = table_of.complaints(table_of.largest(mine), table_of.baseline().get(table_of.version()))
+    assert not wrong, "\n".join(wrong)
     # A guard against a kernel that unrolls out of hand: on a busy machine CPU time doubles.
     assert statistics.median(times) < 2.0, f"{op}: a cold compilation takes {statistics.median(times):.2f} s"
 
 
+def test_the_resource_table_holds_every_variant_and_nothing_else():
+    """A variant or architecture that is new, or gone, changes the baseline in the same commit."""
+    made = {table_of.name_of(table_of.row_of(m, {}, bench)) for m, bench in every_plan()}
+    held = table_of.baseline()
+    assert held
+    for version, rows_held in held.items():
+        assert rows_held.keys() == made, f"NVRTC {version}: python -m tests.resources --write"
+        assert not table_of.complaints(rows_held, None)
+    if table_of.version() not in held:
+        warnings.warn(f"no resource baseline for NVRTC {table_of.version()}, only for {', '.join(held)}: spills are checked, growth is not", stacklevel=1)
+
+
+def test_what_the_resource_check_complains_about():
+    """More than a step of registers, more shared memory, a spill, a row that is new; fewer of anything passes."""
+    held = {"op v sm_80": {"registers": 64, "shared": 100, "dynamic": 0, "spills": 0, "stack": 0}}
+    worse = lambda **words: table_of.complaints({"op v sm_80": {**held["op v sm_80"], **words}}, held)
+    assert not worse() and not worse(registers=64 + table_of.GROWTH) and not worse(registers=8, shared=0)
+    assert worse(registers=65 + table_of.GROWTH) and worse(shared=101) and worse(dynamic=16) and worse(spills=4) and worse(stack=8)
+    assert table_of.complaints({"op w sm_80": held["op v sm_80"]}, held) and not table_of.complaints({"op w sm_80": held["op v sm_80"]}, None)
+
+
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_what_the_bench_runs_does_not_spill(op, target, monkeypatch):
+@pytest.mark.parametrize("target", BENCH_ARCHS)
+def test_what_the_bench_runs_does_not_spill(op, target):
     """Models' sizes, which the small cases do not reach: rows of many heads, several kernels for as many ranges of rows."""
-    monkeypatch.setattr(arch, "of_device", lambda index: arch.named(target))
-    spec = REGISTRY[op]
-    for made in plans_of([(spec, c) for c in spec.cases if c.name.startswith("bench")]):
+    found = []
+    for made in bench_plans(op, target):
         used = resources(build.compile_plan(made, extra=("-Xptxas=-v",))[1])
         assert used["registers"] and not used["spills"] and not used["stack"], f"{made}: {used}"
+        found.append(table_of.row_of(made, used, bench=True))
+    wrong = table_of.complaints(table_of.largest(found), table_of.baseline().get(table_of.version()))
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_gpu_newer_than_nvrtc_gets_ptx(op):
+def test_K4_gpu_newer_than_nvrtc_gets_ptx(op):
     """A device of tomorrow: PTX of the newest architecture known, without flush to zero (but inside expf, on its scaled argument, and in 1 / q_scale, at least 2e-15)."""
     future = arch.from_capability(99, 0, cuda.nvrtc_archs())
     assert future.ptx
@@ -149,7 +193,7 @@ def test_compile_error_carries_the_log(post):
     assert isinstance(error.value, RuntimeError)
 
 
-def test_unsupported_architecture_says_which_nvrtc(post):
+def test_K4_unsupported_architecture_says_which_nvrtc(post):
     with pytest.raises(CompileError, match=r"did not compile for sm_55 with NVRTC \d+\.\d+"):
         build.compile_plan(replace(post, arch=replace(post.arch, name="sm_55")))
 
@@ -174,7 +218,7 @@ def test_key_ignores_how_it_is_launched(post):
     assert build.key(replace(post, launch=replace(post.launch, grid=(7, 1, 1)))) == build.key(post)
 
 
-def test_sources_digest_covers_every_header(monkeypatch):
+def test_K7_sources_digest_covers_every_header(monkeypatch):
     files = build.sources()
     digest = build.sources_digest()
     assert any(name.startswith("common/") for name in files)
@@ -185,7 +229,7 @@ def test_sources_digest_covers_every_header(monkeypatch):
     assert build.sources_digest.__wrapped__() != digest
 
 
-def test_sources_need_no_header_but_ours():
+def test_K5_sources_need_no_header_but_ours():
     """What is hashed is what is compiled: every #include is one of our files, by its path."""
     files = build.sources()
     for path, text in files.items():

@@ -147,7 +147,7 @@ def test_clear_of_no_directory(folder):
 # ---- disks that do not serve ------------------------------------------------------------------------------------
 
 
-def test_unwritable_home(monkeypatch, caplog):
+def test_K2_unwritable_home(monkeypatch, caplog):
     monkeypatch.delenv("HCCUPY_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/proc/nobody")  # not even root can create a directory there
@@ -307,7 +307,7 @@ print(cache.get("a" * 64, make) == b"cubin" * 1000)
 """
 
 
-def test_eight_processes_one_compilation(folder, tmp_path):
+def test_K1_eight_processes_one_compilation(folder, tmp_path):
     children = [process(SHARE, folder, tmp_path / "log") for _ in range(8)]
     assert [child.communicate(timeout=120)[0].strip() for child in children] == ["True"] * 8
     assert (tmp_path / "log").read_text() == "made\n"

@@ -165,7 +165,7 @@ def test_axis_mismatch(op, name, rng):
 
 
 @pytest.mark.parametrize("op, name", [pair for pair in PAIRS if pair[1] == "w"])
-def test_transposed_w(op, name, rng):
+def test_G11_transposed_w(op, name, rng):
     given = sample(op, rng)
     given["w"] = np.ascontiguousarray(given["w"].T)
     refused(op, given, hccupy.ShapeError, "w", "It looks transposed")

@@ -120,7 +120,7 @@ EVERY = [(op, i) for op in OPS for i in indices(op)]
 
 @pytest.mark.parametrize("framework", [f for f in CONVERT if f != "numpy"])
 @pytest.mark.parametrize("op, index", EVERY)
-def test_same_bits_as_numpy(op, index, framework):
+def test_J7_same_bits_as_numpy(op, index, framework):
     spec = REGISTRY[op]
     plain, mine = inputs(op, index)
     expected = results(getattr(hccupy, op)(**plain))
@@ -211,7 +211,7 @@ except hccupy.DeviceError as error:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_tensors_that_require_grad(dtype):
+def test_J6_tensors_that_require_grad(dtype):
     """Norm weights are Parameters: accepted for inference, and no gradient is promised."""
     x = torch.nn.Parameter(torch.randn(3, 2, 8, dtype=dtype))
     w, scale, base = torch.nn.Parameter(torch.randn(4, 16)), torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(4))
@@ -451,7 +451,7 @@ def test_given_producer_comes_back():
 # ---- one process, many callers ----------------------------------------------------------------------------------
 
 
-def test_threads_agree():
+def test_J10_threads_agree():
     given, _ = inputs("ihc_pre", 1)
     expected = hccupy.ihc_pre(**given)
     wrong = []

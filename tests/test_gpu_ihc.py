@@ -35,7 +35,7 @@ def test_ihc_every_framework(op, dtype, rng, on):
 
 @pytest.mark.parametrize("hidden", [4096, 5120, 6144, 7168, 2560, 4100, 100])
 @pytest.mark.parametrize("op", checks.IHC)
-def test_ihc_model_widths(op, hidden, rng):
+def test_ihc_G2_model_widths(op, hidden, rng):
     """G2: every width by its own kernel, at sizes that reach every variant."""
     for tokens in (1, 17, 70, 300):
         case = Case(
@@ -260,7 +260,7 @@ def test_ihc_J2_cupy_stream_and_override():
     assert (y == 3).all()
 
 
-def test_ihc_eight_threads(rng):
+def test_ihc_J10_eight_threads(rng):
     """Eight threads, each on its own stream, the same shapes at once."""
     import torch
 
@@ -311,7 +311,7 @@ def test_ihc_first_call_of_a_new_thread():
     assert torch.equal(found[0], hccupy.ihc_post(x, residual, h))
 
 
-def test_ihc_errors_on_the_gpu_write_nothing():
+def test_ihc_J9_errors_on_the_gpu_write_nothing():
     """CPU index or gate tensors with GPU data name the argument; an overlapping output is refused."""
     import torch
 

@@ -160,7 +160,7 @@ def test_rope_many_requests(rng):
     assert torch.equal(caches[1][pages[:, 0].long(), 0, 0], qkv[:, 192:])
 
 
-def test_rope_graph_replay_follows_metadata(rng):
+def test_rope_L4_graph_replay_follows_metadata(rng):
     """L4: captured once, replayed with other lengths, pages and values; and under HCCUPY_DEBUG the capture is refused."""
     import torch
 

@@ -73,7 +73,7 @@ def test_core_dependencies_are_enough():
     assert python(CALL % ((),), blocked=OPTIONAL).strip() == ""
 
 
-def test_import_with_an_unwritable_home():
+def test_K2_import_with_an_unwritable_home():
     """No cache directory, no terminal, no user: none of these matter to an import."""
     python("import hccupy", HOME="/proc/nobody", XDG_CACHE_HOME="/proc/nobody")
 

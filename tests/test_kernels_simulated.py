@@ -90,8 +90,8 @@ def _copies(given):
     return out
 
 
-def _close(label, g, w):
-    """Codes and 16-bit values may differ by one where fp32 rounding straddles a midpoint; everything else is equal."""
+def _close(label, g, w, some=0):
+    """Codes and 16-bit values may differ by one where fp32 rounding straddles a midpoint (seldom; `some` in an array of a few); everything else is equal."""
     assert g.shape == w.shape and g.dtype == w.dtype, label
     if g.dtype.kind in "iu" and g.dtype.itemsize > 1:
         assert np.array_equal(g, w), label
@@ -102,7 +102,7 @@ def _close(label, g, w):
     unsigned = {1: np.uint8, 2: np.uint16}[g.dtype.itemsize]
     a, b = g.view(unsigned).astype(np.int64), w.view(unsigned).astype(np.int64)
     off = a != b
-    assert off.mean() < 2e-3, f"{label}: {off.mean():.2%} differ"
+    assert off.sum() <= max(some, 2e-3 * off.size), f"{label}: {off.mean():.2%} differ"
     assert (np.abs(a - b)[off] <= 1).all(), f"{label}: more than one step apart"
 
 

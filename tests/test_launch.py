@@ -168,7 +168,7 @@ def test_first_call_inside_a_capture(gpu):
         hccupy.ihc_post(*fakes.post(hidden=128))
 
 
-def test_warm_calls_work_inside_a_capture(gpu):
+def test_L4_warm_calls_work_inside_a_capture(gpu):
     hccupy.ihc_post(*fakes.post())
     gpu.capturing = True
     hccupy.ihc_post(*fakes.post())

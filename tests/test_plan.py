@@ -156,7 +156,7 @@ def test_plans_are_legal_on_every_architecture(op, rng):
 
 
 @pytest.mark.parametrize("op", [n for n in OPS if any(a.name == "tokens" for a in REGISTRY[n].axes)])
-def test_few_binaries_whatever_the_token_count(op, rng):
+def test_G12_few_binaries_whatever_the_token_count(op, rng):
     """A server sees every prefill length: none of them may bring a compilation of its own.
 
     Six: rope has one for each of 1, 16, 64, 256 and 512 rows and one for all above. Any two of them put together cost a size 15 to 60 %.
@@ -171,7 +171,7 @@ def test_few_binaries_whatever_the_token_count(op, rng):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_largest_token_count_is_legal_or_refused(op, rng):
+def test_C11_the_largest_token_count_is_legal_or_refused(op, rng):
     """2^31 - 1 rows: a grid the driver takes, or an error of ours; never a wrapped number."""
     spec = REGISTRY[op]
     given = spec.make_inputs(small_cases(spec)[0], rng)
@@ -346,7 +346,7 @@ def test_each_thread_has_its_own_argument_block(rng, monkeypatch):
         assert [read[n] - read["x"] for n in ("x", "residual", "h_post", "y")] == [0, 1, 2, 3]
 
 
-def test_refused_launch_is_an_error_with_the_drivers_words(rng, monkeypatch):
+def test_C10_refused_launch_is_an_error_with_the_drivers_words(rng, monkeypatch):
     spec = REGISTRY["ihc_post"]
     bound = bound_of(spec, spec.make_inputs(small_cases(spec)[1], rng))
     fake, made, start = launcher(spec, bound, monkeypatch)

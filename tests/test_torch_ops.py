@@ -60,7 +60,7 @@ def test_opcheck(name, rng):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_schema_declares_every_write_and_nothing_else(name):
+def test_L1_schema_declares_every_write_and_nothing_else(name):
     form = FORMS[name]
     spec = form.spec
     written = {a.name for a in spec.args if a.mutated} | {o.keyword for o in form.supplied} | {o.keyword for o in spec.outputs if not o.allocate}
@@ -148,7 +148,7 @@ class Transformer(torch.nn.Module):
         return hccupy.ihc_head(x, self.head, self.scale[:1], self.base[: self.hc], rms_weight=self.norm)
 
 
-def test_compile_fullgraph_equals_eager_and_tokens_are_dynamic():
+def test_L3_L5_compile_fullgraph_equals_eager_and_tokens_are_dynamic():
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()

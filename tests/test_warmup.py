@@ -263,6 +263,6 @@ def test_a_kernel_that_does_not_compile_stops_the_processes(folder):
 
 
 @pytest.mark.parametrize("kernels, jobs, expected", [(0, None, 1), (7, None, 1), (400, 3, 3), (12, 64, 3), (1, 8, 1)])
-def test_workers(kernels, jobs, expected, monkeypatch):
+def test_K10_workers(kernels, jobs, expected, monkeypatch):
     monkeypatch.setattr(warmup.os, "sched_getaffinity", lambda pid: range(64))
     assert warmup.workers(kernels, jobs) == expected

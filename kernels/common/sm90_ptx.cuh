@@ -119,6 +119,15 @@ __device__ __forceinline__ void async_copies_arrive(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// ---- a barrier of some warps of the block -----------------------------------------------------------------------
+
+// All kCount threads of them come here. (With __syncthreads from two places, as all threads of the block, synccheck
+// sees a divergent barrier.)
+template <int kCount>
+__device__ __forceinline__ void sync_threads() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kCount) : "memory");
+}
+
 // ---- registers per thread, by warpgroup ------------------------------------------------------------------------
 
 template <int kRegisters>

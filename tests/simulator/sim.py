@@ -305,7 +305,7 @@ def _spans(params: Sequence[Any]) -> list[_Span]:
 # ---- arrays between guard bytes -----------------------------------------------------------------------------------
 
 _PATTERN = bytes([0xA5, 0xFF])  # NaN as bfloat16, float16 and float32; a negative index as an integer
-_ZONE = 1024
+_ZONE = 1 << 14  # more than the threads of a block write when their guard is gone
 
 
 class RedzoneArray(np.ndarray):
@@ -333,7 +333,7 @@ class RedzoneArray(np.ndarray):
 
     def unwritten(self) -> int:
         """How many elements still hold the poison they were made with."""
-        raw = np.ascontiguousarray(self).reshape(-1).view(np.uint8).reshape(self.size, -1)
+        raw = np.ascontiguousarray(self).reshape(-1).view(np.uint8).reshape(self.size, self.itemsize)
         pattern = np.resize(np.frombuffer(_PATTERN, np.uint8), raw.shape[1])
         return int((raw == pattern).all(axis=1).sum())
 
