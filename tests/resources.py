@@ -2,6 +2,7 @@
 
     python -m tests.resources            the table, and what differs from the baseline
     python -m tests.resources --write    take what is found for the baseline of this NVRTC (tests/resources.json)
+    python -m tests.resources OP ...     of these ops alone
 
 A row is an op, variant (of rope: and way of sharing rows out) and architecture, the largest of its binaries in test_build.py: of the small
 cases, and of what the bench runs. Nothing may spill or use the stack, whichever NVRTC
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hccupy import build, cuda
+from hccupy.ops import REGISTRY
 from hccupy.plan import Plan
 
 BASELINE = Path(__file__).with_name("resources.json")
@@ -89,20 +91,22 @@ def _compile(one: tuple[Plan, bool]) -> Row:
     return row_of(made, resources(build.compile_plan(made, extra=("-Xptxas=-v",))[1]), bench)
 
 
-def measure(jobs: int) -> Table:
+def measure(ops: list[str], jobs: int) -> Table:
     from .test_build import every_plan
 
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return largest(list(pool.map(_compile, every_plan(), chunksize=4)))
+        return largest(list(pool.map(_compile, every_plan(ops), chunksize=4)))
 
 
 def main() -> int:
     p = argparse.ArgumentParser(prog="python -m tests.resources", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("ops", nargs="*", default=sorted(REGISTRY), metavar="OP", help="default: all")
     p.add_argument("--write", action="store_true")
     p.add_argument("--jobs", "-j", type=int, default=len(os.sched_getaffinity(0)))
     options = p.parse_args()
-    found, whole = measure(options.jobs), baseline()
-    held = whole.get(version())
+    found, whole = measure(options.ops, options.jobs), baseline()
+    others = {name: row for name, row in whole.get(version(), {}).items() if name.split()[0] not in options.ops}
+    held = {name: row for name, row in whole[version()].items() if name not in others} if version() in whole else None
     print(f"{'NVRTC ' + version():56}{'registers':>10}{'before':>8}{'shared B':>10}{'dynamic B':>10}")
     for name, row in sorted(found.items()):
         before = (held or {}).get(name, {}).get("registers", "-")
@@ -113,7 +117,7 @@ def main() -> int:
         print(line)
     spilled = any(row["spills"] or row["stack"] for row in found.values())
     if options.write and not spilled:
-        whole[version()] = dict(sorted(found.items()))
+        whole[version()] = dict(sorted((others | found).items()))
         BASELINE.write_text(
             "{\n"
             + ",\n".join(f' "{v}": {{\n' + ",\n".join(f"  {json.dumps(n)}: {json.dumps(r)}" for n, r in t.items()) + "\n }" for v, t in sorted(whole.items()))

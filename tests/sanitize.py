@@ -62,12 +62,16 @@ _WARP = (
     "32 lanes write shared memory, __syncwarp, then one lane arrives on the transaction barrier that the readers wait for. racecheck does not follow the "
     "warp barrier to the one lane's arrival; with an arrival of all 32 lanes it reports nothing (kernels/NOTES.md)."
 )
-_PAIRS = (frozenset({"store_partials", "push_sums"}), frozenset({"make_gates", "token_of"}), frozenset({"multiply_tiles", "mix"}))
+_PAIRS = (frozenset({"store_partials", "push_sums"}), frozenset({"multiply_tiles", "mix"}))
 ALLOWED = tuple(
     Allowed("racecheck", op, "sm90_stream", pair, _WARP)
     for op in ("ihc_pre", "ihc_head", "ihc_post_pre")
-    for pair in (_PAIRS if op == "ihc_post_pre" else _PAIRS[:2])
+    for pair in (_PAIRS if op == "ihc_post_pre" else _PAIRS[:1])
 )
+_PAGE = (
+    "A lane reads its row's place, page and all, while the page is on its way, and again when it has come; only then is the page used (common/rope_narrow.cuh)."
+)
+ALLOWED += tuple(Allowed("racecheck", op, "row_parts", frozenset({"async_copy", "get"}), _PAGE) for op in ("rope_norm_store_kv", "rope_norm_store_kv_fp8"))
 
 
 # ---- the calls --------------------------------------------------------------------------------------------------

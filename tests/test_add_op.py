@@ -78,4 +78,4 @@ def test_the_commands_of_the_page(copy):
         said += run(copy, [sys.executable, *line.split()[1:], *(["-p", "no:cacheprovider"] if "pytest" in line else [])])
     assert "scale_rows on sm_90a: variant portable, kernels/scale_rows.cu" in said
     assert "kernels for sm_90a ready" in said and " passed" in said and "failed" not in said
-    assert "scale_rows              portable      sm_120a" in said, "no NVRTC build"
+    assert "scale_rows portable sm_120a" in said, "no NVRTC build"

@@ -18,6 +18,17 @@ pytestmark = pytest.mark.gpu
 TORCH, CUPY = GPU[0], GPU[1]
 
 
+def fill(allocate, error):
+    """What is left in pieces that are partly in use: other tests' small arrays keep large ones from going back to the driver."""
+    held, size = [], 1 << 34
+    while size >= 1 << 20:
+        try:
+            held.append(allocate(size))
+        except error:
+            size //= 2
+    return held
+
+
 @contextlib.contextmanager
 def no_memory_left(framework):
     """Nothing more than what is in use can be had from the framework's allocator."""
@@ -28,9 +39,11 @@ def no_memory_left(framework):
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
+        held = fill(lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"), torch.cuda.OutOfMemoryError)
         try:
             yield hccupy.OutOfMemoryError
         finally:
+            held.clear()
             torch.cuda.set_per_process_memory_fraction(1.0)
         return
     import cupy
@@ -39,9 +52,11 @@ def no_memory_left(framework):
     cupy.cuda.runtime.deviceSynchronize()
     pool.free_all_blocks()
     pool.set_limit(size=pool.total_bytes() + (1 << 20))
+    held = fill(cupy.cuda.alloc, cupy.cuda.memory.OutOfMemoryError)
     try:
         yield hccupy.OutOfMemoryError
     finally:
+        held.clear()
         pool.set_limit(size=0)
 
 

@@ -6,10 +6,11 @@ import importlib.util
 import json
 import re
 
-import nbformat
 import pytest
 
 from .pages import ROOT
+
+nbformat = pytest.importorskip("nbformat", reason="notebooks are read with nbformat: pip install 'hccupy[dev]'")
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 RESULTS = ROOT / "notebooks" / "results" / "h200"
