@@ -198,3 +198,8 @@ def test_fused_peers_only_where_they_serve(monkeypatch):
     assert found["bench-64-8-prefill-512"] == {"torch eager", "hpc-ops", "FlashInfer"}
     assert found["bench-8-1-prefill-512"] == {"hpc-ops", "FlashInfer"}
     assert not found["bench-40-8-prefill-16384"] and not found["bench-64-8-packed-prefill-16384"]
+
+
+def test_host_times_are_the_fastest_of_all_passes():
+    tables = [[{"op": "ihc_pre", "call": "bound", "us": a}, {"op": "ihc_pre", "call": "out", "us": b}] for a, b in ((5.0, 6.0), (4.0, 7.0))]
+    assert [(r["call"], r["us"]) for r in run.fastest(*tables)] == [("bound", 4.0), ("out", 6.0)]

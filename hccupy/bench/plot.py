@@ -29,6 +29,7 @@ STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hccupy",
 }
+FLOOR = "floor: each byte once"
 OPS = ("ihc_pre", "ihc_post", "ihc_post_pre", "rope_norm_store_kv", "rope_norm_store_kv_fp8")
 Report = dict[str, Any]
 Rows = list[dict[str, Any]]
@@ -135,13 +136,14 @@ def time_figure(report: Report) -> Any:
         for name, rows in found.items():
             curve(axis, rows, "us", MAKERS.index(name) if name in MAKERS else len(MAKERS) - 1, name)
         floor = [r for r in found["hccupy"] if r["floor_us"] > 0.1]
-        axis.plot([r["tokens"] for r in floor], [r["floor_us"] for r in floor], color=GREY, ls="--", lw=1.2, label="floor: each byte once")
+        axis.plot([r["tokens"] for r in floor], [r["floor_us"] for r in floor], color=GREY, ls="--", lw=1.2, label=FLOOR)
         by_tokens(axis)
         axis.set(yscale="log", title=op)
         axis.set_yticks([0.1, 1, 10, 100, 1000, 10000], ["0.1", "1", "10", "100", "1,000", "10,000"])
         axis.minorticks_off()
     axes[0].set_ylabel("µs a call")
     entries = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    entries[FLOOR] = entries.pop(FLOOR)  # last
     figure.legend(entries.values(), entries, loc="outside right center", fontsize=9, labelcolor=GREY)
     return titled(figure, time_message(report), report, MODEL)
 
