@@ -41,7 +41,9 @@ print("plain streaming kernels of the same run, TB/s:", {k: round(v, 2) for k, v
 #
 # The *floor* is the time in which each input and output passes once at the speed that a plain streaming kernel of the same byte mix
 # reached in the same run. Few tokens cost latency; from some hundred on a call is near its floor. *torch eager* is the same formula in
-# torch's own kernels, one operation after the other, timed in the same way. RoPE is decode up to 256 tokens and prefill from 512 on.
+# torch's own kernels, one operation after the other, timed in the same way. The others are vLLM's Triton kernels of HY V4 (no `ihc_post_pre`:
+# its two kernels, one after the other) and FlashInfer's fused RoPE, where they were installed. RoPE is decode up to 256 tokens and
+# prefill from 512 on.
 
 # %%
 display(plot.time_figure(bench))

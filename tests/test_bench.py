@@ -194,6 +194,8 @@ def test_peers_are_asked_for_the_same_thing(op, rng, monkeypatch):
 def test_fused_peers_only_where_they_serve(monkeypatch):
     _stand_ins(monkeypatch)
     spec = REGISTRY["rope_norm_store_kv"]
+    sys.modules["flashinfer"].__version__ = "1.2.3"
+    assert peers.versions()["FlashInfer"] == "1.2.3" and "vLLM Triton" not in peers.versions()
     found = {c.name: set(peers.of(spec, c, False, run.standard(spec, c))) for c in spec.cases if c.name.startswith("bench")}
     assert found["bench-64-8-prefill-512"] == {"torch eager", "hpc-ops", "FlashInfer"}
     assert found["bench-8-1-prefill-512"] == {"hpc-ops", "FlashInfer"}

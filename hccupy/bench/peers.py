@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -185,3 +186,14 @@ def of(spec: OpSpec, case: Case, compiled: bool, standard: bool) -> dict[str, Ca
         found |= vllm_peers(spec.name)
     second = (case.axes.get("q_heads"), case.axes.get("kv_heads")) == (8, 1)
     return found | (hpc_peers(spec.name) | flashinfer_peers(spec.name) if standard or second else {})
+
+
+def versions() -> dict[str, str]:
+    """The releases of the peers that can be imported, by the names of their records."""
+    found = {}
+    for name, module in (("hpc-ops", "hpc"), ("vLLM Triton", "vllm"), ("FlashInfer", "flashinfer")):
+        try:
+            found[name] = str(importlib.import_module(module).__version__)
+        except (ImportError, AttributeError):
+            continue
+    return found

@@ -234,7 +234,7 @@ def run_bench(ops: Sequence[str], output: Path, *, match: str = "", compiled: bo
     plans = plans_of(todo)
     compile_ahead(plans, None)
     seconds = compile_seconds(plans)  # each stands in the first record of its kind
-    report: dict[str, Any] = {**record(torch.cuda.get_device_name()), "ceilings_tbps": timing.ceilings()}
+    report: dict[str, Any] = {**record(torch.cuda.get_device_name()), "ceilings_tbps": timing.ceilings(), "peers": peers.versions() if with_peers else {}}
     report |= {"host": [], "chain": [], "records": [], "failures": []}
     if not match:
         report["host"], report["chain"] = host_times(), chain_times()
