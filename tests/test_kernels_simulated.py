@@ -91,7 +91,10 @@ def _copies(given):
 
 
 def _close(label, g, w, some=0):
-    """Codes and 16-bit values may differ by one where fp32 rounding straddles a midpoint (seldom; `some` in an array of a few); everything else is equal."""
+    """Codes and 16-bit values may differ by one where fp32 rounding straddles a midpoint (seldom; `some` in an array of a few); everything else is equal.
+
+    By more only where two products all but cancel: the NumPy path rounds both, the kernel's fma one, to 2^-24 of the largest values.
+    """
     assert g.shape == w.shape and g.dtype == w.dtype, label
     if g.dtype.kind in "iu" and g.dtype.itemsize > 1:
         assert np.array_equal(g, w), label
@@ -103,7 +106,11 @@ def _close(label, g, w, some=0):
     a, b = g.view(unsigned).astype(np.int64), w.view(unsigned).astype(np.int64)
     off = a != b
     assert off.sum() <= max(some, 2e-3 * off.size), f"{label}: {off.mean():.2%} differ"
-    assert (np.abs(a - b)[off] <= 1).all(), f"{label}: more than one step apart"
+    far = np.abs(a - b) > 1
+    if far.any() and g.dtype.itemsize == 2:
+        values = [v.astype(np.float32) for v in (g, w)]
+        far &= ~(np.abs(values[0] - values[1]) <= 2.0**-22 * np.abs(values[1][np.isfinite(values[1])]).max(initial=0))
+    assert not far.any(), f"{label}: more than one step apart"
 
 
 OTHERS = [op for op in REGISTRY if op not in checks.IHC]  # RoPE, the stores, and whatever op is added
