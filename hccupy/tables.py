@@ -87,11 +87,10 @@ def rivals(bench: Report) -> str:
     found = {op: {name: rows for name, rows in lines(bench, op).items() if name != "hccupy"} for op in measured(bench)}
     if {name for peers in found.values() for name in peers} <= {"torch eager"}:
         return ""
-    releases = ", ".join(f"{name} {release}" for name, release in bench.get("peers", {}).items())
-    rows = [
-        f"The best other kernel that was timed in the same run, in microseconds{f' ({releases}; vLLM has no post_pre: its two kernels)' if releases else ''}:",
-        "",
-    ]
+    releases = bench.get("peers", {})
+    words = ", ".join(f"{name} {release}" for name, release in releases.items())
+    words += "; vLLM has no post_pre: its two kernels" if "vLLM Triton" in releases else ""
+    rows = [f"The best other kernel that was timed in the same run, in microseconds{f' ({words})' if words else ''}:", ""]
     rows += ["| op | " + " | ".join(map(str, SIZES)) + " |", "|---|" + "---|" * len(SIZES)]
     for op, peers in found.items():
         best: dict[int, tuple[float, str]] = {}

@@ -175,26 +175,26 @@ def test_a_bundles_manifest_names_no_path(monkeypatch, tmp_path):
     assert secret.read_bytes() == b"secret"
 
 
+def cache_with_a_link(monkeypatch, tmp_path, name):
+    """(the cache's directory, a file elsewhere to which its entry `name` is a link)."""
+    other, folder = tmp_path / "precious", tmp_path / "cache"
+    other.write_bytes(b"mine")
+    folder.mkdir(mode=0o700)
+    (folder / name).symlink_to(other)
+    monkeypatch.setenv("HCCUPY_CACHE_DIR", str(folder))
+    return folder, other
+
+
 def test_clearing_the_cache_follows_no_link(monkeypatch, tmp_path):
     """A link with an entry's name is removed; what it points to stays."""
-    other = tmp_path / "precious"
-    other.write_bytes(b"mine")
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o700)
-    (folder / f"{'a' * 64}.cubin").symlink_to(other)
-    monkeypatch.setenv("HCCUPY_CACHE_DIR", str(folder))
+    folder, other = cache_with_a_link(monkeypatch, tmp_path, f"{'a' * 64}.cubin")
     cache.clear()
     assert other.read_bytes() == b"mine" and not list(folder.iterdir())
 
 
 def test_a_lock_that_is_a_link_writes_nothing_through(monkeypatch, tmp_path):
     """Somebody who could once write to the directory left a link in place of a lock."""
-    other = tmp_path / "precious"
-    other.write_bytes(b"mine")
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o700)
-    (folder / f"{'a' * 64}.lock").symlink_to(other)
-    monkeypatch.setenv("HCCUPY_CACHE_DIR", str(folder))
+    _, other = cache_with_a_link(monkeypatch, tmp_path, f"{'a' * 64}.lock")
     monkeypatch.setattr(cache, "LOCK_SECONDS", 0.2)
     assert cache.get("a" * 64, lambda: b"x" * 99) == b"x" * 99
     assert other.read_bytes() == b"mine"

@@ -205,7 +205,7 @@ def host_figure(report: Report) -> Any:
     groups: dict[str, dict[str, list[float]]] = {}
     for h in sorted((h for h in report["host"] if h["call"] in words), key=lambda h: list(words).index(h["call"])):
         groups.setdefault(h["op"], {})[words[h["call"]]] = [h["us"]]
-    return dots(groups, "host µs a call", "What a call costs before the GPU starts", report, "torch tensors, best of three passes", xlim=(0, None))
+    return dots(groups, "host µs a call", "What a call costs before the GPU starts", report, "torch tensors, the fastest of several passes", xlim=(0, None))
 
 
 def first_call_figure(report: Report) -> Any:
@@ -233,7 +233,7 @@ def tail_figure(report: Report) -> Any:
     for r in report["records"]:
         if "peer" not in r and r.get("mode") == "decode" and r.get("q_heads") == 64 and r.get("layout") == "dense":
             where = "first slot of a page" if r["length"] % r["block_size"] == 1 else "mid-page"
-            tail = "" if r.get("tail", "keep" if "keep" in r["case"] else "zero") == "zero" else ", tail kept"
+            tail = ", tail kept" if r["tail"] == "keep" else ""
             fp8 = " fp8" if r["op"].endswith("fp8") else ""
             groups.setdefault(f"{r['tokens']} request{'s' if r['tokens'] > 1 else ''}{fp8}", {}).setdefault(where + tail, []).append(r["us"])
     return dots(groups, "µs a call", "Clearing a page's tail costs where the page is new", report, MODEL, xlim=(0, None))
