@@ -68,10 +68,6 @@ ALLOWED = tuple(
     for op in ("ihc_pre", "ihc_head", "ihc_post_pre")
     for pair in (_PAIRS if op == "ihc_post_pre" else _PAIRS[:1])
 )
-_PAGE = (
-    "A lane reads its row's place, page and all, while the page is on its way, and again when it has come; only then is the page used (common/rope_narrow.cuh)."
-)
-ALLOWED += tuple(Allowed("racecheck", op, "row_parts", frozenset({"async_copy", "get"}), _PAGE) for op in ("rope_norm_store_kv", "rope_norm_store_kv_fp8"))
 
 
 # ---- the calls --------------------------------------------------------------------------------------------------

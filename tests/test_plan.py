@@ -170,6 +170,17 @@ def test_G12_few_binaries_whatever_the_token_count(op, rng):
             assert len({(p.source, p.entry, p.flags) for p in plans}) <= 6, case.name
 
 
+@pytest.mark.parametrize("op", ["rope_norm_store_kv", "rope_norm_store_kv_fp8"])
+def test_rope_leaves_room_for_the_next_grid(op, rng):
+    """Shared memory that spreads a grid's blocks over the machine must let the next grid stand beside it."""
+    spec, target = REGISTRY[op], arch.named("sm_90a")
+    given = spec.make_inputs(small_cases(spec)[0], rng)
+    for tokens in range(1, 2 * target.sms + 1):
+        how = plan.make(spec, bound_of(spec, given, tokens=tokens), target).launch
+        fit = (target.smem + 1024) // (how.smem + 1024) if how.smem else target.blocks  # the driver takes 1 KB of each block
+        assert fit * target.sms >= 2 * how.grid[0], f"{tokens} rows: {how.grid[0]} blocks of {how.smem} bytes"
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_C11_the_largest_token_count_is_legal_or_refused(op, rng):
     """2^31 - 1 rows: a grid the driver takes, or an error of ours; never a wrapped number."""

@@ -75,7 +75,7 @@ class Shape(NamedTuple):
 
 
 # What a dependent launch does before the previous grid has ended: bits of kernels/common/rope_args.cuh.
-EARLY_ROW, EARLY_ALL, EARLY_START = 1, 3, 4  # EARLY_START: nothing, but a dependent launch
+EARLY_ROW, EARLY_ALL = 1, 3
 # (rows a multiprocessor, Shape): from a row a block that has a multiprocessor for itself to four side by side. fp8 works on two units at once.
 ROW_A_BLOCK = ((1, Shape(2, 11, EARLY_ALL, "block")), (2, Shape(3, 18, EARLY_ALL, "block")), (4, Shape(4, 18, EARLY_ALL, "block")))
 ROW_A_BLOCK_FP8 = ((1, Shape(2, 11, EARLY_ALL, "block")), (2, Shape(4, 12, EARLY_ALL, "block")), (4, Shape(8, 16, EARLY_ALL, "block")))
@@ -87,22 +87,36 @@ LONG = 28  # units a warp, in fp8, 16384 rows: 32/4 heads (40 units) 71.4 us wit
 def shape_of(b: Bound, arch: Arch) -> Shape:
     """Measured on an H200 (kernels/NOTES.md), in units or rows a multiprocessor so that it carries over to other chips.
 
-    A few units are all latency: a warp each, or two. More rows: a block a row, brought by a bulk copy and shared by as many warps as
+    A few rows are all latency: a warp a unit, or two. More rows: a block a row, brought by a bulk copy and shared by as many warps as
     registers allow. Many rows: small blocks in the order of the rows.
     """
     tokens, units = b.axes["tokens"], b.axes["tokens"] * sum(_units(b))
     if not arch.clusters:
         return Shape(1, 16) if units <= 16 * arch.sms else _many(b, arch)
-    if units <= arch.sms:
-        return Shape(1, 16, EARLY_ALL, block=3)
-    if units <= 5 * arch.sms:
+    bulk = b.aligned["qkv"] >= 16 and b.aligned["cos_sin"] >= 16 and b.axes["rotary_dim"] % 4 == 0  # what bulk copies can move
+    # 64/8 heads (20 units): 16 rows 1.8 us so and 2.0 with a row a block, 32 rows 2.4 and 2.1. 8/1 (4 units): 32 rows 1.8 and 1.6.
+    few = 6 * tokens <= arch.sms or not bulk
+    if few and units <= arch.sms:
+        return Shape(1, 16, EARLY_ALL, block=3 if tokens <= 8 else 2)
+    if few and units <= 5 * arch.sms:
         return Shape(2, 16, EARLY_ALL, block=1)
     stage = _stage_bytes(b) + 1024  # the barriers, and what the driver takes of each block
-    if b.aligned["qkv"] >= 16 and b.aligned["cos_sin"] >= 16 and b.axes["rotary_dim"] % 4 == 0:  # what bulk copies can move
+    if bulk:
         for rows, shape in ROW_A_BLOCK_FP8 if b.op.endswith("_fp8") else ROW_A_BLOCK:
             if tokens <= rows * arch.sms and rows * stage <= arch.smem:
-                return shape
+                # 64 rows, a warp a unit and one for two: 8/1 heads (4 units) 1.73 and 1.71 us, fp8 1.76 and 2.09; 24/1 (8) 1.90 and 1.81, 32/4 (10) 2.06 and 1.91.
+                return shape._replace(steps=1) if rows == 1 and sum(_units(b)) <= 5 else shape
     return _many(b, arch)
+
+
+def _two_grids(blocks: int, arch: Arch) -> int:
+    """Shared memory a block with which as few fit on a multiprocessor as let this grid and the next stand side by side.
+
+    With room for more, some multiprocessors get many blocks of one grid and others none (a page to clear takes 32 bytes a cycle each). H200:
+    64/8 heads, 64 rows a block each 2.81 -> 2.31 us, fp8 3.24 -> 2.57; 16 rows, 176 blocks, room for 2.25 grids 1.60, 1.5 2.3, 3 1.9, any number 1.72;
+    8/1 heads, 256 rows, room for 2 grids 2.19 (a page to clear: 3.94), 1.5 2.71 (4.36), 2.6 2.37 (4.79), any number 2.47 (5.66).
+    """
+    return arch.smem // (ceil_div(2 * blocks, arch.sms) + 1)
 
 
 def _many(b: Bound, arch: Arch) -> Shape:
@@ -118,7 +132,7 @@ def _many(b: Bound, arch: Arch) -> Shape:
         # Half a machine: 8/1 heads in fp8, 4096 rows, 11.1 us with all 10 units a warp, 10.0 with 5, 10.5 with 4.
         while (fp8 and steps > LONG) or (2 * warps <= 16 * arch.sms and steps >= 10):
             steps, warps = ceil_div(steps, 2), 2 * warps
-        s = Shape(steps, 16, EARLY_START, "narrow", 1)
+        s = Shape(steps, 16, EARLY_ROW, "narrow", 1)
     return s if arch.clusters else s._replace(early=0)
 
 
@@ -161,10 +175,8 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
         smem = _stage_bytes(b)
         threads = 32 * (parts + 1)
         most = max(min(32 * warps // threads, arch.smem // (smem + 1024)), 1)
-        if 2 * tokens <= arch.sms:
-            # Room for no other: then this grid and the next stand side by side, each block alone on a multiprocessor. 64 rows 2.81 -> 2.31 us,
-            # fp8 3.24 -> 2.57 (notebooks/results/h200/guards.json).
-            smem = max(smem, arch.smem // 2)
+        if tokens <= 2 * arch.sms:
+            smem = max(smem, _two_grids(tokens, arch))
         grid, block = (max(tokens, 1), 1, 1), (threads, 1, 1)
         how = "a row a block, by bulk copies"
     elif s.way == "many":
@@ -178,12 +190,17 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
         grid, block = (max(ceil_div(tokens, _heads_per_warp(b)) * parts, 1), 1, 1), (threads, 1, 1)
         how = f"{s.steps} KB each, of {_heads_per_warp(b)} rows"
     else:
-        # The tail is looked at by a warp of its own where warps have little to do.
-        parts += int(s.steps < 4 and b.scalars["tail"] == "zero" and not (b.has("out_k") and b.has("out_v")))
+        if s.steps < 4 and b.scalars["tail"] == "zero" and not (b.has("out_k") and b.has("out_v")):
+            # The tail is looked at by a warp of its own where warps have little to do. Four that clear it alone, where they can do it beside the arithmetic:
+            # 8/1 heads, one row, a new page 1.67 -> 1.44 us, fp8 1.66 -> 1.25; 16 rows 1.75 -> 1.80, else 1.69 -> 1.76. 64/8 heads: 2.27 -> 4.32.
+            slot = a["kv_heads"] * (a["head_dim"] + a["v_head_dim"]) * BY_NAME[b.dtypes["key_cache"]].itemsize
+            parts += 4 if arch.clusters and tokens <= 8 and slot <= 512 else 1
         threads = THREADS
         most = 1 if s.block else max(32 * s.warps // threads, 1)
         count = tokens * parts + more
         grid, block = ((max(ceil_div(count, s.block), 1), 1, 1), (32 * s.block, 1, 1)) if s.block else _blocks(count, arch)
+        if s.steps == 2:
+            smem = _two_grids(grid[0], arch)  # never used
         how = f"{s.steps} KB each"
     written = [b.aligned[n] for n in ("q", "key_cache", "value_cache", "out_k", "out_v") if n in b.aligned]
     weights = [b.aligned[n] for n in ("q_norm_weight", "k_norm_weight") if n in b.aligned]

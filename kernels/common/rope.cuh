@@ -80,6 +80,58 @@ __device__ __forceinline__ float divided_by(float x) {
   return fmaf(fmaf(-quotient, static_cast<float>(kDivisor), x), kInverse, quotient);
 }
 
+// ---- sums and maxima of a head ----------------------------------------------------------------------------------
+
+// A lane's part of the sum of squares, and of the largest magnitude: two chains each, to wait less. (Both reduced over
+// lanes in one go, rotated first: ptxas puts one chain of shuffles behind the other all the same.)
+template <int kPerLane, int kChunk>
+__device__ __forceinline__ float squares(const float (&x)[kPerLane][2][kChunk]) {
+  float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k)
+#pragma unroll
+    for (int which = 0; which < 2; ++which)
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) sum[which] = fmaf(x[k][which][i], x[k][which][i], sum[which]);
+  return sum[0] + sum[1];
+}
+template <int kPerLane, int kChunk>
+__device__ __forceinline__ float largest(const float (&x)[kPerLane][2][kChunk]) {
+  float most[2] = {fabsf(x[0][0][0]), fabsf(x[0][1][0])};
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k)
+#pragma unroll
+    for (int which = 0; which < 2; ++which)
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) most[which] = fmaxf(most[which], fabsf(x[k][which][i]));
+  return fmaxf(most[0], most[1]);
+}
+
+// For kCount units at once, a head of each in the same kLanes lanes. These add up (or compare) for the first unit in
+// their lower half, for the second in their upper half, each half with all lanes: 3 shuffles for two sums where a
+// butterfly each takes 6, and what follows from a sum is worked out once for both.
+template <int kLanes, int kCount>
+__device__ __forceinline__ bool upper_of_head() {
+  return kCount == 2 && (lane_index() & kLanes / 2) != 0;
+}
+// (of, combine) over the head's lanes, of this lane's unit.
+template <int kLanes, int kCount, class Combine>
+__device__ __forceinline__ float of_head(const float (&of)[kCount], Combine combine) {
+  const bool upper = upper_of_head<kLanes, kCount>();
+  float value = of[0];
+  if constexpr (kCount == 2) {
+    value = upper ? of[1] : of[0];
+    const float other = upper ? of[0] : of[1];
+    value = combine(value, __shfl_xor_sync(kFullMask, other, kLanes / 2));
+  }
+#pragma unroll
+  for (int offset = kLanes / 2 / kCount; offset > 0; offset /= 2)
+    value = combine(value, __shfl_xor_sync(kFullMask, value, offset));
+  return value;
+}
+
+// ---- accesses ------------------------------------------------------------------------------------------------------
+
 // A pack moved in accesses of at most kAlign bytes, which its address is a multiple of.
 enum class Cached { kOnce, kShared };  // which load of ptx.cuh
 

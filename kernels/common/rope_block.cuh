@@ -67,10 +67,7 @@ __device__ __forceinline__ void load_row(const RopeArgs<C>& a, int token, Shared
     barrier_expect(full, Stage::row_bytes + (angles ? Stage::angle_bytes : 0));
   }
   __syncwarp();
-  if constexpr (Tail<C>::exists) {
-    const Tail<C> tail(a, row);
-    if (tail.to_look_at() && __any_sync(kFullMask, tail.look() != 0)) tail.clear(0, 1);
-  }
+  look_after_tail(a, row, C::parts, C::parts + 1);
 }
 
 // Warp `part` of those that compute.
@@ -93,10 +90,7 @@ __device__ __forceinline__ void finish_row(const RopeArgs<C>& a, int token, cons
   uint4 raw[Share<C>::at_once][2];
   share.template finish<false>(a, row, token, raw, angles, weights, scales,
                                [&](int unit, uint4(&to)[2]) { share.load_near(share.first_of(qkv, unit), unit, to); });
-  if constexpr (Tail<C>::exists) {
-    const Tail<C> tail(a, row);
-    if (tail.behind > 0 && tail.fresh()) tail.clear(part, C::parts);  // one warp alone takes 20 us for a page
-  }
+  look_after_tail(a, row, part, C::parts + 1);
 }
 
 template <class C>
@@ -117,10 +111,9 @@ __device__ __forceinline__ void row_a_block(const RopeArgs<C>& a) {
   }
   wait_for_previous_grid();
   if constexpr (C::fp8) {
-    const long long more = more_units(a);
-    const long long warps = static_cast<long long>(gridDim.x) * C::parts;
+    const unsigned int more = more_units(a);
 #pragma unroll 1
-    for (long long unit = static_cast<long long>(blockIdx.x) * C::parts + part; unit < more; unit += warps)
+    for (unsigned int unit = blockIdx.x * C::parts + part; unit < more; unit += gridDim.x * C::parts)
       clear_more(a, unit);
   }
   if (has_row) finish_row(a, token, row, &full, part);

@@ -1,5 +1,5 @@
 // A few rows: all of it is latency. A row's warps share its units; the last looks after the tail, beside its
-// units or (C::parts one more than they need) instead.
+// units or (C::parts more than they need) instead.
 //
 // Before the previous grid has ended a warp works out where its row goes, by the metadata as they are then, and asks
 // for everything in L2. Afterwards it reads metadata, row, weights, angles and tail at once, at those addresses: one
@@ -26,14 +26,15 @@ __device__ __forceinline__ void prefetch_weights(const RopeArgs<C>& a) {
 template <class C>
 __device__ __forceinline__ void few_rows(const RopeArgs<C>& a) {
   using Rotated = RotatedHeads<C>;
-  static_assert(C::parts == Share<C>::warps || (Tail<C>::exists && C::parts == Share<C>::warps + 1),
+  static_assert(C::parts == Share<C>::warps || (Tail<C>::exists && C::parts > Share<C>::warps),
                 "the host must count the warps of a row likewise");
+  // Two or more warps without units have a new page's tail for themselves: they need not wait for the others.
+  constexpr int kFirstOfTail = C::parts > Share<C>::warps + 1 ? Share<C>::warps : 0;
   constexpr bool kPaged = !(C::has_out_k && C::has_out_v);
   constexpr bool kGuess = (C::early & kEarlyGuess) != 0;
   const Metadata& m = a.metadata;
-  const long long warp =
-      static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + warp_uniform(static_cast<int>(threadIdx.x) / 32);
-  const long long row_warps = static_cast<long long>(m.tokens) * C::parts;
+  const unsigned int warp = blockIdx.x * (blockDim.x / 32) + warp_uniform(static_cast<int>(threadIdx.x) / 32);
+  const unsigned int row_warps = static_cast<unsigned int>(m.tokens) * C::parts;
   if (warp >= row_warps) {
     wait_for_previous_grid();
     if constexpr (C::fp8) clear_more(a, warp - row_warps);
@@ -43,8 +44,8 @@ __device__ __forceinline__ void few_rows(const RopeArgs<C>& a) {
   const int part = static_cast<int>(warp % C::parts);
   const bool computes = part < Share<C>::warps;
   const bool looks = Tail<C>::exists && part == C::parts - 1;
-  const Share<C> share(computes ? part
-                                : part - 1);  // one that only looks loads with the others: no branch between loads
+  // One that only looks loads the last one's units all the same: no branch between loads.
+  const Share<C> share(computes ? part : Share<C>::warps - 1);
   const Guess guess(m, token);
   const auto* qkv = a.qkv + token * a.qkv_stride;
   const auto* first = share.first_of(qkv, share.first);
@@ -96,12 +97,7 @@ __device__ __forceinline__ void few_rows(const RopeArgs<C>& a) {
     share.template finish<true>(a, row, token, raw, angles, weights, scales,
                                 [&](int unit, uint4(&to)[2]) { share.load(share.first_of(qkv, unit), unit, to); });
   }
-  if constexpr (Tail<C>::exists) {
-    const Tail<C> tail(a, row);
-    if (tail.behind <= 0) return;
-    const bool fresh = tail.fresh();  // then all warps of the row share the slots
-    if (fresh || (looks && __any_sync(kFullMask, tail.look() != 0))) tail.clear(fresh ? part : 0, fresh ? C::parts : 1);
-  }
+  if (part >= kFirstOfTail) look_after_tail(a, row, part - kFirstOfTail, C::parts - kFirstOfTail);
 }
 
 }  // namespace hccupy

@@ -132,9 +132,9 @@ __device__ __forceinline__ void many_rows(const RopeArgs<C>& a) {
     }
   }
   if constexpr (C::fp8) {
-    const long long more = more_units(a);
+    const unsigned int more = more_units(a);
 #pragma unroll 1
-    for (long long unit = warp; unit < more; unit += warps) clear_more(a, unit);
+    for (unsigned int unit = warp; unit < more; unit += warps) clear_more(a, unit);
   }
 }
 

@@ -1,8 +1,8 @@
 // Many narrow rows: a warp has as many neighbouring rows as a unit has heads, so that every unit is full, and its
 // start and the factors of its angles serve them all.
 //
-// A lane stays with one row. The units follow each other through a ring in shared memory. A warp has all units of its
-// rows, or, where that gives the machine too few warps, a part of them.
+// A lane stays with one row. The units follow each other through a ring in shared memory, a turn of one or two of them
+// at a time. A warp has all units of its rows, or, where that gives the machine too few warps, a part of them.
 #pragma once
 
 #include "common/rope_fp8.cuh"
@@ -10,6 +10,19 @@
 #include "common/rope_tail.cuh"
 
 namespace hccupy {
+
+// The units from `first` to before `end` of a row that is not live. (Told apart where units are finished, such a row
+// cost all others a tenth of their instructions.)
+template <class C>
+__device__ __forceinline__ void clear_row(const RopeArgs<C>& a, const Row& row, int token, int first, int end) {
+  using Rotated = RotatedHeads<C>;
+#pragma unroll 1
+  for (int unit = first; unit < end && unit < Rotated::units; ++unit) {
+    const bool is_q = unit < C::q_heads;
+    const uint4 raw[1][2] = {};
+    Rotated::template finish<1>(a, false, unit, 1, Rotated::target(a, row, token, unit, is_q), raw, {}, {});
+  }
+}
 
 template <class C>
 __device__ __forceinline__ void narrow_rows(const RopeArgs<C>& a) {
@@ -19,14 +32,15 @@ __device__ __forceinline__ void narrow_rows(const RopeArgs<C>& a) {
   constexpr int kRows = C::Lanes::heads_per_warp;
   constexpr int kUnits = Share<C>::units;
   constexpr int kCount = Share<C>::at_once;
+  static_assert((kAhead + 1) * kCount <= kRing, "a turn that is asked for must not fall on the one that is read");
   const Metadata& m = a.metadata;
   // The host has started so many warps (a block each) for every kRows rows: not baked, whatever the number of rows.
   const unsigned int groups = m.tokens > 0 ? (static_cast<unsigned int>(m.tokens) + kRows - 1) / kRows : 1;
-  const int parts = static_cast<int>(gridDim.x / groups);
-  const int group = static_cast<int>(blockIdx.x) / parts;
-  const int part = static_cast<int>(blockIdx.x) - group * parts;
-  const int steps = (kUnits + parts - 1) / parts;
-  const int first_row = group * kRows;
+  const unsigned int parts = gridDim.x / groups;
+  const unsigned int group = blockIdx.x / parts;
+  const int part = static_cast<int>(blockIdx.x - group * parts);
+  const int steps = static_cast<int>((kUnits + parts - 1) / parts);
+  const int first_row = static_cast<int>(group) * kRows;
   const int rows = m.tokens - first_row < kRows ? m.tokens - first_row : kRows;  // 0 where there are no tokens
   const int first = part * steps;
   const int end = first + steps < kUnits ? first + steps : kUnits;
@@ -34,39 +48,51 @@ __device__ __forceinline__ void narrow_rows(const RopeArgs<C>& a) {
   const bool mine = member < rows;  // the others work on the last row too, and store nothing
   const int token = first_row + (mine ? member : rows - 1);
   const auto* qkv = a.qkv + token * a.qkv_stride;
-  char* ring = reinterpret_cast<char*>(shared_bytes) + lane_index() * 16;
 
+  if ((C::early & kEarlyRow) != 0 && rows > 0) {
+    // 4 units (all the warp's: 9/3 heads 16.3 -> 17.1 us, 16384 rows).
+    const auto* from = qkv + first * C::dim;
+#pragma unroll 1
+    for (int at = lane_index() % C::Lanes::lanes * 64; at < 4 * C::dim; at += C::Lanes::lanes * 64)
+      if (first * C::dim + at < Share<C>::row_elements) prefetch_line(from + at);
+    prefetch_shared(a);
+  }
   wait_for_previous_grid();
   if (rows > 0) {
-    const Requests requests(m);
-    Scales scales = load_scales(a);
     // Two heads at once where there are two with the same weights: they wait less for shuffles.
     const auto units_at = [end](int unit) {
       const int last = unit < C::q_heads ? C::q_heads : Rotated::units;
       return unit + kCount <= (last < end ? last : end) ? kCount : 1;
     };
-    int asked = first;
-    const auto ask = [&] {  // for the units of a turn
-#pragma unroll 1
-      for (const int next = asked < end ? asked + units_at(asked) : asked; asked < next; ++asked)
-        Stage::ask(qkv, asked, ring + static_cast<unsigned int>(asked) % kRing * 1024);
-      async_commit();
+    const auto stage = [](unsigned int turn) {
+      return reinterpret_cast<char*>(shared_bytes) + lane_index() * 16 + turn % (kAhead + 1) * (kCount * 1024);
     };
-#pragma unroll 1
-    for (int k = 0; k < kAhead; ++k) ask();
     __shared__ SharedRow places[32];  // a lane's own: registers are short
+    __shared__ int pages[32];
     SharedRow& place = places[lane_index()];
-    {
-      const Row row = place_row<kPaged>(m, requests.held(m, token), token);
-      place.put(row);
-      if (row.column >= 0)  // comes with the units of the next turn, beside the angles
-        async_copy<4>(&place.page, m.block_table + row.request * m.block_table_stride + row.column);
-    }
-    typename Rotated::Turn turn;
+    Scales scales = load_scales(a);
+    typename Rotated::Turn factors;
     typename Rotated::Target target;
+    int asked = first, unit = first;
 #pragma unroll 1
-    for (int unit = first; unit < end;) {
-      ask();
+    for (unsigned int turn = 0; unit < end; ++turn) {  // the first turns only ask
+      if (asked < end) {
+        const int count = units_at(asked);
+#pragma unroll
+        for (int n = 0; n < kCount; ++n)
+          if (n < count) Stage::ask(qkv, asked + n, stage(turn) + n * 1024);
+        asked += count;
+      }
+      if (turn == 0) {
+        const Requests requests(m);
+        const Row row = place_row<kPaged>(m, requests.held(m, token), token);
+        place.put(row);
+        if (row.column >= 0)  // comes with the units of this turn
+          async_copy<4>(&pages[lane_index()], m.block_table + row.request * m.block_table_stride + row.column);
+        invert<C>(scales);
+      }
+      async_commit();
+      if (turn < kAhead) continue;
       if (unit == first || unit == C::q_heads) {  // k has other weights
         Row row = place.get();
         typename Rotated::Angles angles;
@@ -74,27 +100,24 @@ __device__ __forceinline__ void narrow_rows(const RopeArgs<C>& a) {
         if (row.placed) Rotated::load_angles(Rotated::first_angle(a, row.position), angles);
         Rotated::load_weights(a, unit < C::q_heads, weights);
         if (unit == first) {
-          async_wait<0>();
-          row = place.get();
-          put_page<C::has_null>(m, row.page, row);
+          async_wait<kAhead>();
+          put_page<C::has_null>(m, pages[lane_index()], row);
           place.put(row);
-          invert<C>(scales);
+          if (mine && !row.live) clear_row(a, row, token, first, end);
         }
-        Rotated::prepare(a, angles, weights, turn);
-        target = Rotated::target(a, row, mine ? token : -1, unit, unit < C::q_heads);
+        Rotated::prepare(a, angles, weights, factors);
+        target = Rotated::target(a, row, mine && row.live ? token : -1, unit, unit < C::q_heads);
       }
       async_wait<kAhead>();
       uint4 raw[kCount][2];
 #pragma unroll
-      for (int n = 0; n < kCount; ++n)
-        Stage::get(ring + static_cast<unsigned int>(unit + n) % kRing * 1024, unit, raw[n]);
+      for (int n = 0; n < kCount; ++n) Stage::get(stage(turn - kAhead) + n * 1024, unit, raw[n]);
       const int done = units_at(unit);
-      const Row row = place.get();
       if (unit < Rotated::units) {
-        Rotated::template finish<kCount>(a, row.live, unit, done, target, raw, turn, scales);
+        Rotated::template finish<kCount>(a, true, unit, done, target, raw, factors, scales);
         Rotated::advance(target, kCount);
       } else {
-        Values<C>::finish(a, row, mine ? token : -1, unit - Rotated::units, raw[0], scales);
+        Values<C>::finish(a, place.get(), mine ? token : -1, unit - Rotated::units, raw[0], scales);
       }
       unit += done;
     }
@@ -103,13 +126,14 @@ __device__ __forceinline__ void narrow_rows(const RopeArgs<C>& a) {
       const Tail<C> own(a, row);
       unsigned int tails = __ballot_sync(kFullMask, mine && own.behind > 0 && lane_index() % C::Lanes::lanes == 0);
 #pragma unroll 1
-      for (; tails != 0; tails &= tails - 1) look_after_tail(a, row.of_lane(__ffs(tails) - 1), part, parts);
+      for (; tails != 0; tails &= tails - 1)
+        look_after_tail(a, row.of_lane(__ffs(tails) - 1), part, static_cast<int>(parts));
     }
   }
   if constexpr (C::fp8) {
-    const long long more = more_units(a);
+    const unsigned int more = more_units(a);
 #pragma unroll 1
-    for (long long unit = blockIdx.x; unit < more; unit += gridDim.x) clear_more(a, unit);
+    for (unsigned int unit = blockIdx.x; unit < more; unit += gridDim.x) clear_more(a, unit);
   }
 }
 

@@ -203,60 +203,18 @@ struct RotatedHeads {
     }
   }
 
-  // A lane's part of the sum of squares, and of the largest magnitude, of its head: two chains each, to wait less.
-  // (Both reduced over lanes in one go, rotated first: ptxas puts one chain of shuffles behind the other all the same.)
-  static __device__ __forceinline__ float squares(const float (&x)[L::per_lane][2][L::chunk]) {
-    float sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int k = 0; k < L::per_lane; ++k)
-#pragma unroll
-      for (int which = 0; which < 2; ++which)
-#pragma unroll
-        for (int i = 0; i < L::chunk; ++i) sum[which] = fmaf(x[k][which][i], x[k][which][i], sum[which]);
-    return sum[0] + sum[1];
-  }
-  static __device__ __forceinline__ float largest(const float (&x)[L::per_lane][2][L::chunk]) {
-    float most[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int k = 0; k < L::per_lane; ++k)
-#pragma unroll
-      for (int which = 0; which < 2; ++which)
-#pragma unroll
-        for (int i = 0; i < L::chunk; ++i) most[which] = fmaxf(most[which], fabsf(x[k][which][i]));
-    return fmaxf(most[0], most[1]);
-  }
-
-  // What becomes of a head's values, for kCount units at once. A head's lanes add up (or compare) for the first unit in
-  // their lower half, for the second in their upper half, each half with all lanes: 3 shuffles for two sums where a
-  // butterfly each takes 6, and what follows from a sum is worked out once for both.
-  template <int kCount>
-  static constexpr bool halves = kCount == 2;
+  // What becomes of a head's values, for kCount units at once.
   template <int kCount>
   static __device__ __forceinline__ bool upper() {
-    return halves<kCount> && (lane_index() & L::lanes / 2) != 0;
+    return upper_of_head<L::lanes, kCount>();
   }
-  // (of, combine) over the head's lanes, of this lane's unit.
-  template <int kCount, class Combine>
-  static __device__ __forceinline__ float of_head(const float (&of)[kCount], Combine combine) {
-    float value = of[0];
-    if constexpr (halves<kCount>) {
-      value = upper<kCount>() ? of[1] : of[0];
-      const float other = upper<kCount>() ? of[0] : of[1];
-      value = combine(value, __shfl_xor_sync(kFullMask, other, L::lanes / 2));
-    }
-#pragma unroll
-    for (int offset = L::lanes / 2 / kCount; offset > 0; offset /= 2)
-      value = combine(value, __shfl_xor_sync(kFullMask, value, offset));
-    return value;
-  }
-
   using Head = float[L::per_lane][2][L::chunk];
   template <int kCount>
   static __device__ __forceinline__ float gain_of(const RopeArgs<C>& a, const Head (&x)[kCount]) {
     float sums[kCount];
 #pragma unroll
     for (int n = 0; n < kCount; ++n) sums[n] = squares(x[n]);
-    const float sum = of_head<kCount>(sums, [](float one, float other) { return one + other; });
+    const float sum = of_head<L::lanes>(sums, [](float one, float other) { return one + other; });
     return inverse_rms_of_head<C::dim>(sum, a.norm_eps) * (1.0f / kDown);
   }
 
@@ -313,7 +271,7 @@ struct RotatedHeads {
 #pragma unroll
       for (int n = 0; n < kCount; ++n) most[n] = largest(x[n]);
       // A gain of NaN, or of 0 beside an infinity, leaves nothing but NaN and zeros.
-      const float found = of_head<kCount>(most, [](float one, float other) { return fmaxf(one, other); }) * gain;
+      const float found = of_head<L::lanes>(most, [](float one, float other) { return fmaxf(one, other); }) * gain;
       const float absmax = fminf(fmaxf(found, 0.0f), kLargestFloat);
       const float at_least = fmaxf(absmax, kSmallestAbsmax);
       f.scale = C::bounded ? at_least / a.upper_max : divided_by<448>(at_least);
@@ -358,7 +316,7 @@ struct RotatedHeads {
   }
 
   // kCount neighbouring units, of which the first `there` exist. A row that is not live (padding or bad) gives zeros to
-  // every output and nothing to the caches. (Of several rows together some may be: all lanes go through the shuffles.)
+  // every output and nothing to the caches.
   template <int kCount>
   static __device__ __forceinline__ void finish(const RopeArgs<C>& a, bool live, int unit, int there,
                                                 const Target& target, const uint4 (&raw)[kCount][2], const Turn& t,
@@ -370,7 +328,7 @@ struct RotatedHeads {
           target.scale[second ? target.scale_step : 0] = scale;
       }
     };
-    if (!C::together && !live) {
+    if (!live) {
       put_scale(0.0f);
 #pragma unroll
       for (int n = 0; n < kCount; ++n)
@@ -390,9 +348,9 @@ struct RotatedHeads {
         }
     const float gain = turn<kCount>(a, t, x);
     const Factor factor = factor_of<kCount>(a, target.is_q, scales, gain, x);
-    put_scale(C::together && !live ? 0.0f : factor.scale);
+    put_scale(factor.scale);
     float by[kCount] = {factor.by};
-    if constexpr (halves<kCount>) {
+    if constexpr (kCount == 2) {
       const float other = __shfl_xor_sync(kFullMask, factor.by, L::lanes / 2);
       by[0] = second ? other : factor.by;
       by[1] = second ? factor.by : other;
@@ -414,9 +372,7 @@ struct RotatedHeads {
             }
       }
       if (n < there)
-        store(unit + n, target, n, [&](int k, int which) {
-          return C::together && !live ? StorePack::zeros() : StorePack::from_floats(x[n][k][which]);
-        });
+        store(unit + n, target, n, [&](int k, int which) { return StorePack::from_floats(x[n][k][which]); });
     }
   }
   template <class Values>

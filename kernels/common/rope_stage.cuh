@@ -9,6 +9,32 @@ namespace hccupy {
 constexpr int kAhead = 3;  // turns, of one or two units, that are on their way
 constexpr int kRing = 8;   // units: those and the ones at hand, a power of two
 
+// Asks for what every warp reads first in L2: metadata (of the block table the first lines), scales, weights. By a few
+// blocks, before the previous grid has ended.
+template <class C>
+__device__ __forceinline__ void prefetch_shared(const RopeArgs<C>& a) {
+  constexpr unsigned int kBlocks = 256;
+  const Metadata& m = a.metadata;
+  const int lane = lane_index();
+  if (blockIdx.x >= kBlocks || m.requests == 0) return;
+  const char* line = reinterpret_cast<const char*>(lane == 0 ? m.q_index : m.seq_lens);
+  if constexpr (C::fp8) {
+    if (lane == 2) line = reinterpret_cast<const char*>(a.k_scale);
+    if (lane == 3) line = reinterpret_cast<const char*>(a.v_scale);
+  }
+  if constexpr (RotatedHeads<C>::normed) {
+    if (lane >= 4 && (lane - 4) * 128 < C::dim * static_cast<int>(sizeof *a.q_weight))
+      line = reinterpret_cast<const char*>(a.q_weight) + (lane - 4) * 128;
+    if (lane >= 12 && (lane - 12) * 128 < C::dim * static_cast<int>(sizeof *a.k_weight))
+      line = reinterpret_cast<const char*>(a.k_weight) + (lane - 12) * 128;
+  }
+  if constexpr (!(C::has_out_k && C::has_out_v)) {
+    if (lane >= 20 && (lane - 20) * 32 < (m.requests - 1) * m.block_table_stride + m.max_blocks)
+      line = reinterpret_cast<const char*>(m.block_table + (lane - 20) * 32);
+  }
+  prefetch_line(line);
+}
+
 // A unit is 1 KB: a lane's first 16 bytes are at lane * 16, its others 512 behind.
 template <class C>
 struct StagedUnit {

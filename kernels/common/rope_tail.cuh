@@ -65,16 +65,15 @@ struct Tail {
     });
   }
 
-  // Part `part` of `parts`, each of which takes whole slots.
+  // Part `part` of `parts`.
   __device__ __forceinline__ void clear(int part, int parts) const {
     each_cache<true>([&](auto vectors, char* first, long long slot, long long head) {
-#pragma unroll 1
-      for (int i = part; i < behind; i += parts) decltype(vectors)::clear(first + i * slot, head);
+      decltype(vectors)::clear(first, head, slot, behind, part, parts);
     });
   }
 };
 
-// For kernels of many rows. Warp `part` of `parts` of a row; all of them must come here.
+// Warp `part` of the `parts` of a row that look after its tail; all of them must come here.
 template <class C>
 __device__ __forceinline__ void look_after_tail(const RopeArgs<C>& a, const Row& row, int part, int parts) {
   if constexpr (Tail<C>::exists) {

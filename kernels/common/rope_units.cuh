@@ -44,16 +44,30 @@ struct Share {
     if (unit < Rotated::units) Rotated::load_weights(a, Rotated::head(unit) < C::q_heads, weights);
   }
 
-  // Where this lane's part of a unit starts in a row.
+  // Every lane has 16 bytes in each register of a unit, or there is nothing for it.
+  static constexpr bool full = C::Lanes::full && C::Lanes::chunk == 8;
+
+  // Where this lane's part of a unit starts in a row (full: at its start where there is nothing, to load rubbish).
   __device__ __forceinline__ const typename RopeArgs<C>::In* first_of(const typename RopeArgs<C>::In* row,
                                                                       int unit) const {
-    return unit < Rotated::units ? Rotated::first_of(row, unit) : V::first_of(row, unit - Rotated::units);
+    const bool rotated = unit < Rotated::units;
+    const bool there = rotated ? Rotated::whole || Rotated::head(unit) < Rotated::heads
+                               : V::whole || V::chunk(unit - Rotated::units, 0) < V::chunks;
+    if (full && !there) return row;
+    return rotated ? Rotated::first_of(row, unit) : V::first_of(row, unit - Rotated::units);
   }
   // A unit by do_rotated(k, which, address) or do_v(k, address) for each of its packs.
   template <class Rotate, class Value>
   static __device__ __forceinline__ void by(const typename RopeArgs<C>::In* from, int unit, uint4 (&raw)[2],
                                             Rotate rotated, Value value) {
-    if (unit < Rotated::units) {
+    if constexpr (full) {
+      // One load serves both kinds, and lanes that have nothing: of two, each under its condition, the second may wait
+      // for the first.
+      const bool rotated = unit < Rotated::units;
+      const bool there = V::whole || V::chunk(unit - Rotated::units, 1) < V::chunks;
+      raw[0] = value(from).words[0];
+      raw[1] = value(from + (rotated ? Rotated::behind(0, 1) : there ? V::apart : 0)).words[0];
+    } else if (unit < Rotated::units) {
       Rotated::raw_by(unit, raw, [&](int k, int which) { return rotated(from + Rotated::behind(k, which)); });
     } else {
       V::raw_by(unit - Rotated::units, raw, [&](int k) { return value(from + k * V::apart); });

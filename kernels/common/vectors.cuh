@@ -25,12 +25,30 @@ struct Vectors {
     return at / of_vector * stride_bytes + at % of_vector * piece;
   }
 
-  static __device__ __forceinline__ void clear(char* first, long long stride_bytes) {
-#pragma unroll 4
-    for (int at = lane_index(); at < count; at += 32) {
-      Word zero;
-      memset(&zero, 0, sizeof zero);
-      *reinterpret_cast<Word*>(first + place(at, stride_bytes)) = zero;
+  // Clears share `part` of `parts`, a warp each, of `slots` slots that are slot_bytes apart. A lane keeps its places in
+  // a slot, and small slots are cleared several at a time, so a store costs an addition. (With every place worked out
+  // anew a warp went 75 to 140 cycles from one store to the next. First to leave L2: one row of 64/8 heads 2.27 ->
+  // 2.14 us, 16 rows 3.32 -> 2.78.)
+  static __device__ __forceinline__ void clear(char* first, long long stride_bytes, long long slot_bytes, int slots,
+                                               int part, int parts) {
+    constexpr int kBeside = count < 32 ? 32 / count : 1;
+    constexpr int kRounds = (count + 31) / 32;
+    const int lane = lane_index();
+    if (count < 32 && lane >= kBeside * count) return;
+    const int start = count < 32 ? lane % count : lane;
+    int slot = part * kBeside + (count < 32 ? lane / count : 0);
+    char* to = first + slot * slot_bytes;
+    const long long step_bytes = parts * kBeside * slot_bytes;
+#pragma unroll(kRounds < 4 ? 4 / kRounds : 1)
+    for (; slot < slots; slot += parts * kBeside, to += step_bytes) {
+#pragma unroll(kRounds <= 8 ? kRounds : 4)
+      for (int round = 0; round < kRounds; ++round) {
+        const int at = round * 32 + start;
+        if (count > 32 && count % 32 != 0 && at >= count) break;
+        Word zero;
+        memset(&zero, 0, sizeof zero);
+        store_once(reinterpret_cast<Word*>(to + place(at, stride_bytes)), zero);
+      }
     }
   }
 
