@@ -10,9 +10,7 @@ from ..arch import Arch
 from ..spec import Bound, Launch, Variant, ceil_div
 from .ihc_launch import vector
 
-# Widths whose weights fit the registers of a cluster of 8 without a spill, and that the GPU suite runs.
-HIDDEN = (4096, 5120, 6144, 7168)
-CHANNELS = (2, 4)
+CHANNELS = (1, 2, 3, 4)
 TILE = 8  # tokens: the n of mma.m16n8k16
 OPS = {"ihc_pre": 0, "ihc_head": 1, "ihc_post_pre": 2}
 
@@ -25,9 +23,23 @@ def eligible(b: Bound, arch: Arch) -> tuple[bool, str]:
         return False, "no cluster of 8 blocks with a multiprocessor each fits this GPU"
     if b.dtypes["x"] not in ("bfloat16", "float16"):
         return False, "x is exact in the tensor cores' 16-bit formats only"
-    if b.axes["hc"] not in CHANNELS or b.axes["hidden"] not in HIDDEN:
-        return False, f"hc in {CHANNELS} and hidden in {HIDDEN}"
+    if b.axes["hc"] not in CHANNELS:
+        return False, f"hc in {CHANNELS}"
     return True, ""
+
+
+def stream_ranks(hc: int, hidden: int) -> int:
+    """Blocks of a cluster that streams."""
+    depth = hidden * (4 if hc == 3 else hc)
+    ranks = next(r for r in (2, 4, 8, 16) if depth <= 3584 * r or r == 16)
+    return max(ranks, 8) if hidden >= 4096 else ranks
+
+
+def chunk_units(hc: int, hidden: int, ranks: int) -> int:
+    """Units of a chunk, as in sm90_ihc.cuh."""
+    halves = 1 if hc == 1 else 2
+    units = ceil_div(ceil_div(hidden // ranks, 32) * halves, 8)
+    return units + ranks // 2 * units % halves
 
 
 def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
@@ -68,17 +80,21 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
     vec = vector(b, arrays)
     if b.aligned["w"] < 16:
         vec = min(vec, 4)
-    defines = {"kOp": op, "kVec": vec}
+    hc = b.axes["hc"]
+    ranks = stream_ranks(hc, hidden)
+    warps = ranks // 2 * chunk_units(hc, hidden, ranks) // (1 if hc == 1 else 2)
+    defines = {"kOp": op, "kVec": vec, "kRanks": ranks}
     if tokens <= 32 and arch.clusters_of_16:
         each = cluster_tokens(tokens)
         clusters = ceil_div(tokens, each)
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
-        block = (hidden // 512 + 1) * 32
+        block = (warps + 1) * 32
         return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines=defines, why=why), "cluster"
-    clusters = stream_clusters(tokens, arch.clusters_of_8, post=op == 2, norm=b.has("rms_weight"))
+    fit = arch.clusters_of_16 if ranks == 16 else arch.clusters_of_8 * (8 // ranks)
+    clusters = stream_clusters(tokens, fit, post=op == 2, norm=b.has("rms_weight"))
     smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
-    why = f"{clusters} persistent clusters of 8 blocks stream tiles of 8 tokens through shared memory, weights in registers"
-    return Launch((8 * clusters, 1, 1), (512, 1, 1), smem, cluster=8, pdl=True, defines=defines, why=why), "stream"
+    why = f"{clusters} persistent clusters of {ranks} blocks stream tiles of 8 tokens through shared memory, weights in registers"
+    return Launch((ranks * clusters, 1, 1), (512, 1, 1), smem, cluster=ranks, pdl=True, defines=defines, why=why), "stream"
 
 
 def _variant(entry: str, kind: str) -> Variant:

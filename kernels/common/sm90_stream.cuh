@@ -1,7 +1,7 @@
 // The streaming iHC kernel's shared memory: sizes, rings, barriers, and how tokens are dealt to clusters.
 //
-// A tile is up to 8 tokens; block `rank` of a cluster of 8 owns hidden / 8 columns of all channels. Each warp has one
-// job and barriers in shared memory link them, so that the mma warps run tiles ahead of the apply warps:
+// A tile is up to 8 tokens; block `rank` of a cluster owns an equal share of the columns, of all channels. Each warp
+// has one job and barriers in shared memory link them, so that the mma warps run tiles ahead of the apply warps:
 //
 // * mma, 8 warps: a chunk each, dots and squares; post_pre: y in place.
 //   Waits for full, partials_empty; tells partials_full, empty, y_full.
@@ -32,20 +32,21 @@ struct StreamLayout {
   using Shape = BakedShape;
   static constexpr int kHc = Shape::kHc, kXDtype = Shape::kXDtype, kVec = Shape::kVec;
   static constexpr bool kPost = Shape::kPost, kHasNorm = Shape::kHasNorm;
-  static constexpr int kRanks = 8;
+  static constexpr int kRanks = Shape::kRanks;
   static constexpr int kMmaWarps = 8, kApplyWarps = 4;
   static constexpr int kThreads = 512, kBlocks = 1;
-  static constexpr int kColumns = Shape::kHidden / kRanks;
+  static constexpr int kColumns = Shape::kColumns;
   static constexpr int kUnits = Shape::kChunkUnits;  // of one mma warp: a chunk
   static constexpr int kRowBytes = 2 * kColumns;
   // 64 bytes past a multiple of 128: the 8 lanes of a 16-byte access phase are 2 tokens x 64 bytes, on different banks.
-  static constexpr int kTokenBytes = kHc * kRowBytes + 64;
-  static constexpr int kPostBytes = kRowBytes + 64;
+  static constexpr int kTokenBytes = (kHc * kRowBytes + 127) / 128 * 128 + 64;
+  static constexpr int kPostBytes = (kRowBytes + 127) / 128 * 128 + 64;
   static constexpr int kStageBytes = kTileTokens * (kTokenBytes + (kPost ? kPostBytes : 0));
   static constexpr int kTokenQuads = 3;  // what a slice says of a token, 4 floats each: dots, dots, sum of squares
   static constexpr int kQuads = kTileTokens * kTokenQuads, kDotQuads = 2 * kTileTokens;
-  static constexpr int kSlotBytes = kRanks * kTokenQuads * 16;
-  static_assert(kRanks == kTileTokens, "block n works out the gates of token n");
+  // Block n works out the gates of token n; of fewer than 8 blocks, of tokens n, n + kRanks, ...; of 16, the first 8.
+  static constexpr int kOwn = kRanks < kTileTokens ? kTileTokens / kRanks : 1;
+  static constexpr int kSlotBytes = kOwn * kRanks * kTokenQuads * 16;
   // Two slots suffice: a peer tells tile n only after it has read slot n - 1, which needed this block's part, told
   // after this block had read slot n - 2.
   static constexpr int kSlots = 2;
@@ -78,7 +79,7 @@ struct StreamLayout {
 
   char* stages;        // [kStages][kStageBytes]: tokens of x (post_pre: residual, then y), then post_pre's x
   float* partials;     // [2][kMmaWarps][kQuads][4]: dots of 8 tokens, then squares
-  float* slots;        // [kSlots][kRanks][kTokenQuads][4]: of this block's token
+  float* slots;        // [kSlots][kOwn][kRanks][kTokenQuads][4]: of this block's tokens
   float* gates;        // [kStages][kTileTokens][kHc]: pre gates
   float* h_in;         // [kStages][kTileTokens][kHc]: post_pre's h_post
   float* norm_weight;  // [kColumns]

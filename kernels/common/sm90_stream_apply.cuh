@@ -10,9 +10,9 @@
 namespace hccupy {
 
 struct StreamApply : StreamLayout {
-  // Lanes 0-15 take the first half of the block's columns (a 16th of the row), 16 octets at a time, lanes 16-31 the
-  // second half.
-  static constexpr int kHalfOctets = kColumns / 16, kSteps = (kHalfOctets + 15) / 16;
+  // kPartLanes lanes take a part of the block's columns (a 16th of the row), as many octets at a time.
+  static constexpr int kPartLanes = 2 * kRanks, kPartOctets = 4 * Shape::kPartGroups;
+  static constexpr int kSteps = (kPartOctets + kPartLanes - 1) / kPartLanes;
   static constexpr bool kKeeps = kHasNorm && Shape::kRoundBeforeNorm;  // unrounded, z has no room: it is mixed twice
   // Both tokens written out, so that the compiler works at both, and z kept in registers: where the apply warps are the
   // bottleneck. One after the other a tile took them 1.8 us: 1024 tokens 22.6 -> 21.9, 4096 70.8 -> 69.2.
@@ -21,13 +21,16 @@ struct StreamApply : StreamLayout {
   static constexpr int kStepsAtOnce = kWide && kHasNorm && !kPost ? 2 : kSteps;
   static_assert(kApplyWarps == kHalfTokens, "a warp has one token of each half tile");
 
-  // Has this lane an octet in that step? All but the last step are full; idle lanes repeat their first octet and store
-  // nothing.
+  // Has this lane an octet in that step? All but the last step are full, where the columns fill their parts; idle lanes
+  // repeat an octet and store nothing.
   __device__ __forceinline__ bool has(int step) const {
-    return 16 * step + 16 <= kHalfOctets || 16 * step + (lane & 15) < kHalfOctets;
+    const int at = kPartLanes * step + (lane & (kPartLanes - 1));
+    return (kPartLanes * step + kPartLanes <= kPartOctets || at < kPartOctets) &&
+           (!Shape::kPadded || lane / kPartLanes * kPartOctets + at < kColumns / 8);
   }
   __device__ __forceinline__ int octet(int step) const {
-    return (lane >> 4) * kHalfOctets + (lane & 15) + (has(step) ? 16 * step : 0);
+    if (Shape::kPadded && !has(0)) return 0;
+    return lane / kPartLanes * kPartOctets + (lane & (kPartLanes - 1)) + (has(step) ? kPartLanes * step : 0);
   }
 
   struct Token {
@@ -97,15 +100,17 @@ struct StreamApply : StreamLayout {
     using N = Element<Shape::kNormDtype>;
     const N::Type* from = static_cast<const N::Type*>(a.rms_weight) + rank * kColumns;
     // The first halves of the octets, then the second halves: lanes side by side read from different banks.
-    constexpr int kApplyThreads = kApplyWarps * 32, kLoads = kColumns / kApplyThreads;
-    static_assert(kLoads * kApplyThreads == kColumns, "each thread loads as many");
+    constexpr int kApplyThreads = kApplyWarps * 32, kLoads = (kColumns + kApplyThreads - 1) / kApplyThreads;
+    const auto has = [&](int n) {
+      return (n + 1) * kApplyThreads <= kColumns || n * kApplyThreads + thread < kColumns;
+    };
     float weights[kLoads];  // all asked for at once: one after the other they came 3 us later
 #pragma unroll
-    for (int n = 0; n < kLoads; ++n) weights[n] = N::to_float(from[n * kApplyThreads + thread]);
+    for (int n = 0; n < kLoads; ++n) weights[n] = has(n) ? N::to_float(from[n * kApplyThreads + thread]) : 0.0f;
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
       const int k = n * kApplyThreads + thread;
-      norm_weight[(k & 4) * (kColumns / 8) + (k >> 3) * 4 + (k & 3)] = weights[n];
+      if (has(n)) norm_weight[(k & 4) * (kColumns / 8) + (k >> 3) * 4 + (k & 3)] = weights[n];
     }
     asm volatile("bar.sync 1, %0;" ::"n"(kApplyThreads) : "memory");
   }
@@ -170,16 +175,17 @@ struct StreamApply : StreamLayout {
       }
       if constexpr (kHeld) release(turn.index);
       low = warp_tree<32>(low), high = warp_tree<32>(high);
-      // Lane n tells block n % 8 of the first token (n < 8) or the second, then adds what that block has told.
-      const int token = (lane >> 3 & 1) * kHalfTokens + warp;
+      // Lane n tells block n % kRanks of the first token (n < kRanks) or the second, then adds what that block has
+      // told.
+      const int token = (lane / kRanks & 1) * kHalfTokens + warp, peer = lane & (kRanks - 1);
       float* const slots = norm_slots + (pair.index * kTileTokens + token) * kRanks;
       Barrier* const told = norm_full + pair.index;
       if (lane < 2 * kRanks)
-        store_peer(peer_address(shared_address(slots + rank), lane & 7), lane < kRanks ? low : high,
-                   peer_address(shared_address(told), lane & 7));
+        store_peer(peer_address(shared_address(slots + rank), peer), lane < kRanks ? low : high,
+                   peer_address(shared_address(told), peer));
       barrier_wait_cluster(told, pair.parity);
       if (warp == 0 && lane == 0) barrier_expect(told, kNormBytes);
-      const float inverse = norm_inverse<Shape::kHidden>(warp_tree<8>(slots[lane & 7]), a.rms_eps);
+      const float inverse = norm_inverse<Shape::kHidden>(warp_tree<kRanks>(slots[peer]), a.rms_eps);
 #pragma unroll kStepsAtOnce
       for (int step = 0; step < kSteps; ++step) {
         const float4* scale = reinterpret_cast<const float4*>(norm_weight) + octet(step);

@@ -7,6 +7,7 @@
 namespace hccupy {
 
 struct StreamSums : StreamLayout {
+  static constexpr bool kMasked = Shape::kPadded || Shape::kHalves * Shape::kHalf != kHc;  // not all octets are there
   static constexpr int kUnitsAtOnce = kWeightRegisters <= 96 && !kPost ? 2 : 1;
 
   __device__ __forceinline__ void multiply_tiles(const IhcArguments& a) {
@@ -42,25 +43,32 @@ struct StreamSums : StreamLayout {
       // A chunk's first unit is odd where kUnits is: its group and half are known at run time only.
       const auto place = [&](int u, int b) {
         const int unit = warp * kUnits + u;
-        return reinterpret_cast<uint4*>(stage + g * kTokenBytes + ((unit & 1) * Shape::kHalf + b) * kRowBytes +
-                                        (unit >> 1) * 64 + t * 16);
+        return reinterpret_cast<uint4*>(stage + g * kTokenBytes +
+                                        (Shape::half_of(unit) * Shape::kHalf + b) * kRowBytes +
+                                        Shape::group_of(unit) * 64 + t * 16);
       };
+      const auto has = [&](int u, int b) {
+        const int unit = warp * kUnits + u;
+        return Shape::group_of(unit) * 32 + t * 8 < kColumns && Shape::half_of(unit) * Shape::kHalf + b < kHc;
+      };
+      const auto x_of = [&](int u, int b) { return !kMasked || has(u, b) ? *place(u, b) : uint4{}; };
       float4 total;
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         Shape::Sums sums;
         uint4 v[Shape::kHalf];
 #pragma unroll
-        for (int b = 0; b < Shape::kHalf; ++b) v[b] = *place(u, b);
+        for (int b = 0; b < Shape::kHalf; ++b) v[b] = x_of(u, b);
         if constexpr (kPost) {
           const int unit = warp * kUnits + u;
-          const float* h = h_in + (index * kTileTokens + g) * kHc + (unit & 1) * Shape::kHalf;
+          const float* h = h_in + (index * kTileTokens + g) * kHc + Shape::half_of(unit) * Shape::kHalf;
           float post[8];
-          unpack<kXDtype>(
-              *reinterpret_cast<uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes + (unit >> 1) * 64 + t * 16),
-              post);
+          unpack<kXDtype>(*reinterpret_cast<uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes +
+                                                    Shape::group_of(unit) * 64 + t * 16),
+                          post);
 #pragma unroll
           for (int b = 0; b < Shape::kHalf; ++b) {
+            if (kMasked && !has(u, b)) continue;  // as it is: zero
             v[b] = post_octet<kXDtype>(post, v[b], h[b]);
             *place(u, b) = v[b];
           }
@@ -70,7 +78,7 @@ struct StreamSums : StreamLayout {
           sums.add(weights[u], b, v[b]);
           if (kWide && b + 1 < Shape::kHalf) {
             if (rows == 300 + u) return;
-            v[b + 1] = *place(u, b + 1);
+            v[b + 1] = x_of(u, b + 1);
           }
         }
         total = u == 0 ? sums.result(weights[u]) : total + sums.result(weights[u]);
@@ -102,18 +110,29 @@ struct StreamSums : StreamLayout {
       const float4 low = (chunk(0) + chunk(1)) + (chunk(2) + chunk(3));
       const float4 sum = low + ((chunk(4) + chunk(5)) + (chunk(6) + chunk(7)));  // of squares, x alone counts
       const int token = lane < kDotQuads ? lane >> 1 : lane - kDotQuads;
-      const int quad = (pair * kRanks + rank) * kTokenQuads + (lane < kDotQuads ? lane & 1 : 2);
-      store_peer(peer_address(shared_address(slots + 4 * quad), token), sum,
-                 peer_address(shared_address(&slot_full[pair]), token));
+      const int owner = kOwn == 1 ? token : token % kRanks, place = kOwn == 1 ? pair : pair * kOwn + token / kRanks;
+      const int quad = (place * kRanks + rank) * kTokenQuads + (lane < kDotQuads ? lane & 1 : 2);
+      store_peer(peer_address(shared_address(slots + 4 * quad), owner), sum,
+                 peer_address(shared_address(&slot_full[pair]), owner));
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(&partials_empty[pair]);
   }
 
-  // This block has token `rank` of each tile. Lane 4 n + i: pre gate i for block n; the post gates of lanes 0 to hc - 1
-  // are returned.
+  template <int kCount, class Of>
+  static __device__ __forceinline__ float tree_of(Of of, int first = 0) {
+    if constexpr (kCount == 2)
+      return of(first) + of(first + 1);
+    else
+      return tree_of<kCount / 2>(of, first) + tree_of<kCount / 2>(of, first + kCount / 2);
+  }
+
+  // This block has token `rank` of each tile (kOwn: and others). Lane 4 n + i: pre gate i for block n % kRanks (and n +
+  // 8); the post gates of block 0's lanes are returned.
   __device__ __forceinline__ void make_gates(const IhcArguments& a) const {
-    const int i = lane & 3, peer = lane >> 2;
+    const int i = lane & 3, peer = kOwn == 1 ? lane >> 2 : (lane >> 2) % kRanks,
+              own = kOwn == 1 ? 0 : lane / (4 * kRanks);
+    const int token = kOwn == 1 ? rank : rank + own * kRanks;
     const bool used = i < kHc;
     const GateScales pre = GateScales::of<kHc>(i, used, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
     const GateScales post =
@@ -124,24 +143,34 @@ struct StreamSums : StreamLayout {
       const Turn<kSlots> pair(tile);
       barrier_wait(&partials_full[pair.index], pair.parity);
       if (lane == 0) barrier_expect(&gates_full[turn.index], kGateBytes);  // its last gates are read: x came anew
+      if (kRanks > kTileTokens && rank >= kTileTokens) {
+        // Nobody's gates, so nothing else holds it back: a slot is free once the gates of its last tile are told.
+        if (tile >= kSlots) {
+          const Turn<kStages> last(tile - kSlots);
+          barrier_wait_cluster(&gates_full[last.index], last.parity);
+        }
+        push_sums(pair.index);
+        continue;
+      }
       push_sums(pair.index);
       barrier_wait_cluster(&slot_full[pair.index], pair.parity);
       if (lane == 0) barrier_expect(&slot_full[pair.index], kSlotBytes);
-      const float* from = slots + 4 * pair.index * kRanks * kTokenQuads;
+      const float* from = slots + 4 * (kOwn == 1 ? pair.index : pair.index * kOwn + own) * kRanks * kTokenQuads;
       const auto tree = [&](int place) {
-        const auto of = [&](int r) { return from[4 * r * kTokenQuads + place]; };
-        const float low = (of(0) + of(1)) + (of(2) + of(3));
-        return low + ((of(4) + of(5)) + (of(6) + of(7)));
+        return tree_of<kRanks>([&](int r) { return from[4 * r * kTokenQuads + place]; });
       };
       const float squares = tree(kOutputs);
       const float gate = pre.gate<static_cast<int>(Shape::kDepth)>(tree(i), squares, a.norm_eps);
       const int2 place = places[turn.index];  // before the gates are told: then the stage may be loaded anew
-      if (used)
-        store_peer(peer_address(shared_address(gates + (turn.index * kTileTokens + rank) * kHc + i), peer), gate,
-                   peer_address(shared_address(&gates_full[turn.index]), peer));
-      if (Shape::kOp != kHead && lane < kHc && rank < place.y)
-        a.h_next[(place.x + rank) * a.h_next_tokens + i] =
-            post.gate<static_cast<int>(Shape::kDepth)>(tree(kHc + i), squares, a.norm_eps);
+      if (used) {
+#pragma unroll
+        for (int more = 0; more < kRanks; more += kTileTokens)
+          store_peer(peer_address(shared_address(gates + (turn.index * kTileTokens + token) * kHc + i), peer + more),
+                     gate, peer_address(shared_address(&gates_full[turn.index]), peer + more));
+      }
+      if (Shape::kOp != kHead && (kOwn == 1 ? lane < kHc : used && peer == 0) && token < place.y)
+        a.h_next[(place.x + token) * a.h_next_tokens + i] =
+            post.gate<static_cast<int>(Shape::kDepth)>(tree(Shape::kPostRow + i), squares, a.norm_eps);
     }
   }
 };
