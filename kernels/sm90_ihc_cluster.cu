@@ -25,9 +25,11 @@ namespace hccupy {
 struct IhcKernel {
   using Shape = BakedShape;
   static constexpr int kRanks = 16;
-  static constexpr int kWarps = Shape::kPartGroups;   // each: one group of 32 columns, all channels
-  static constexpr int kThreads = (kWarps + 1) * 32;  // and a warp for the gates that are only returned
-  static constexpr int kBlocks = 1;                   // an SM; two (72 registers) spill and win nothing
+  static constexpr int kWarps = Shape::kPartGroups;  // each: one group of 32 columns, all channels
+  // And a warp for the gates that are only returned, unless it would leave a thread 96 registers instead of 128.
+  static constexpr bool kGatesWarp = kWarps < 16;
+  static constexpr int kThreads = (kWarps + kGatesWarp) * 32;
+  static constexpr int kBlocks = 1;  // an SM; two (72 registers) spill and win nothing
   static constexpr int kUnits = Shape::kHalves * kWarps;
   static constexpr int kBlockChunks = Shape::kPartChunks;
   static constexpr int kQuads = kPartials / 4;
@@ -237,6 +239,10 @@ struct IhcKernel {
       for (int k = 0; k < 8; ++k) z[k] = z[k] * inverse * norm_weights[k];
     }
     if (has_token && Shape::has(group, t)) Access::store(a.z + 2 * (token * a.z_tokens + column), pack<kXDtype>(z));
+    if (!kGatesWarp && Shape::kOp != kHead && rank == 0 && warp == 0) {
+      const GateScales next = GateScales::of<kHc>(kHc + t, t < kHc, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
+      return_gates(gate_of(Shape::kPostRow, next));
+    }
   }
 };
 

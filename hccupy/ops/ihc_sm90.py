@@ -11,6 +11,8 @@ from ..spec import Bound, Launch, Variant, ceil_div
 from .ihc_launch import vector
 
 CHANNELS = (1, 2, 3, 4)
+LEAST = 512
+MOST_REGISTERS = 168  # of a thread, for weights: more spills
 TILE = 8  # tokens: the n of mma.m16n8k16
 OPS = {"ihc_pre": 0, "ihc_head": 1, "ihc_post_pre": 2}
 
@@ -25,14 +27,22 @@ def eligible(b: Bound, arch: Arch) -> tuple[bool, str]:
         return False, "x is exact in the tensor cores' 16-bit formats only"
     if b.axes["hc"] not in CHANNELS:
         return False, f"hc in {CHANNELS}"
+    hc, hidden = b.axes["hc"], b.axes["hidden"]
+    ranks = stream_ranks(hc, hidden)
+    if ranks == 16 and not arch.clusters_of_16:
+        return False, "no cluster of 16 blocks with a multiprocessor each fits this GPU"
+    if hidden < LEAST or hidden % (8 * ranks):
+        return False, f"hidden is at least {LEAST} and a multiple of {8 * ranks}"
+    if chunk_units(hc, hidden, ranks) * ceil_div(hc, 2) * (12 if b.dtypes["x"] == "bfloat16" else 8) > MOST_REGISTERS:
+        return False, "the weights do not fit the registers of a cluster"
     return True, ""
 
 
 def stream_ranks(hc: int, hidden: int) -> int:
     """Blocks of a cluster that streams."""
-    depth = hidden * (4 if hc == 3 else hc)
+    depth = hidden * {1: 2, 2: 2, 3: 5, 4: 4}[hc]
     ranks = next(r for r in (2, 4, 8, 16) if depth <= 3584 * r or r == 16)
-    return max(ranks, 8) if hidden >= 4096 else ranks
+    return max(ranks, 8) if hc == 2 and hidden >= 4096 else ranks
 
 
 def chunk_units(hc: int, hidden: int, ranks: int) -> int:
@@ -84,11 +94,11 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
     ranks = stream_ranks(hc, hidden)
     warps = ranks // 2 * chunk_units(hc, hidden, ranks) // (1 if hc == 1 else 2)
     defines = {"kOp": op, "kVec": vec, "kRanks": ranks}
-    if tokens <= 32 and arch.clusters_of_16:
+    if tokens <= 32 and arch.clusters_of_16 and warps <= (16 if hc > 2 else 24):
         each = cluster_tokens(tokens)
         clusters = ceil_div(tokens, each)
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
-        block = (warps + 1) * 32
+        block = (warps + (warps < 16)) * 32  # a warp for the gates that are only returned
         return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines=defines, why=why), "cluster"
     fit = arch.clusters_of_16 if ranks == 16 else arch.clusters_of_8 * (8 // ranks)
     clusters = stream_clusters(tokens, fit, post=op == 2, norm=b.has("rms_weight"))
