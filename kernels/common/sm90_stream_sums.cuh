@@ -144,7 +144,7 @@ struct StreamSums : StreamLayout {
       barrier_wait(&partials_full[pair.index], pair.parity);
       if (lane == 0) barrier_expect(&gates_full[turn.index], kGateBytes);  // its last gates are read: x came anew
       if (kRanks > kTileTokens && rank >= kTileTokens) {
-        // Nobody's gates, so nothing else holds it back: a slot is free once the gates of its last tile are told.
+        // No token, so nothing else holds it back: a slot is free once the gates of its last tile are told.
         if (tile >= kSlots) {
           const Turn<kStages> last(tile - kSlots);
           barrier_wait_cluster(&gates_full[last.index], last.parity);
@@ -162,6 +162,12 @@ struct StreamSums : StreamLayout {
       const float squares = tree(kOutputs);
       const float gate = pre.gate<static_cast<int>(Shape::kDepth)>(tree(i), squares, a.norm_eps);
       const int2 place = places[turn.index];  // before the gates are told: then the stage may be loaded anew
+      const int post_row = Shape::kPostRow + i;
+      float post_dot = 0.0f;
+      if constexpr (kRanks > kTileTokens) {  // before, too: then the blocks without a token may write the slot anew
+        post_dot = tree(post_row);
+        __syncwarp();
+      }
       if (used) {
 #pragma unroll
         for (int more = 0; more < kRanks; more += kTileTokens)
@@ -169,8 +175,8 @@ struct StreamSums : StreamLayout {
                      gate, peer_address(shared_address(&gates_full[turn.index]), peer + more));
       }
       if (Shape::kOp != kHead && (kOwn == 1 ? lane < kHc : used && peer == 0) && token < place.y)
-        a.h_next[(place.x + token) * a.h_next_tokens + i] =
-            post.gate<static_cast<int>(Shape::kDepth)>(tree(Shape::kPostRow + i), squares, a.norm_eps);
+        a.h_next[(place.x + token) * a.h_next_tokens + i] = post.gate<static_cast<int>(Shape::kDepth)>(
+            kRanks > kTileTokens ? post_dot : tree(post_row), squares, a.norm_eps);
     }
   }
 };
