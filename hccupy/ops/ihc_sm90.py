@@ -33,16 +33,9 @@ def eligible(b: Bound, arch: Arch) -> tuple[bool, str]:
         return False, "no cluster of 16 blocks with a multiprocessor each fits this GPU"
     if hidden < LEAST or hidden % (8 * ranks):
         return False, f"hidden is at least {LEAST} and a multiple of {8 * ranks}"
-    if chunk_units(hc, hidden, ranks) * ceil_div(hc, 2) * (12 if b.dtypes["x"] == "bfloat16" else 8) > MOST_REGISTERS:
+    if weight_registers(hc, hidden, ranks) > MOST_REGISTERS:
         return False, "the weights do not fit the registers of a cluster"
     return True, ""
-
-
-def stream_ranks(hc: int, hidden: int) -> int:
-    """Blocks of a cluster that streams."""
-    depth = hidden * {1: 2, 2: 2, 3: 5, 4: 4}[hc]
-    ranks = next(r for r in (2, 4, 8, 16) if depth <= 3584 * r or r == 16)
-    return max(ranks, 8) if hc == 2 and hidden >= 4096 else ranks
 
 
 def chunk_units(hc: int, hidden: int, ranks: int) -> int:
@@ -50,6 +43,24 @@ def chunk_units(hc: int, hidden: int, ranks: int) -> int:
     halves = 1 if hc == 1 else 2
     units = ceil_div(ceil_div(hidden // ranks, 32) * halves, 8)
     return units + ranks // 2 * units % halves
+
+
+def weight_registers(hc: int, hidden: int, ranks: int) -> int:
+    """Registers of a thread that hold weights, in bfloat16."""
+    return chunk_units(hc, hidden, ranks) * ceil_div(hc, 2) * 12
+
+
+def stream_ranks(hc: int, hidden: int) -> int:
+    """Blocks of a cluster that streams: the fewest that hold the weights."""
+    depth = hidden * {1: 2, 2: 2, 3: 5, 4: 4}[hc]
+    least = 8 if hc == 2 and hidden >= 4096 else 2
+    fit = (r for r in (2, 4, 8) if r >= least and depth <= 3584 * r and weight_registers(hc, hidden, r) <= MOST_REGISTERS)
+    return next(fit, 16)
+
+
+def resident(ranks: int, arch: Arch) -> int:
+    """Clusters of so many blocks that run at once, a multiprocessor a block; of fewer than 8, as many as have room in those of 8."""
+    return arch.clusters_of_16 if ranks == 16 else arch.clusters_of_8 * 8 // ranks
 
 
 def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
@@ -100,8 +111,7 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
         block = (warps + (warps < 16)) * 32  # a warp for the gates that are only returned
         return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines=defines, why=why), "cluster"
-    fit = arch.clusters_of_16 if ranks == 16 else arch.clusters_of_8 * (8 // ranks)
-    clusters = stream_clusters(tokens, fit, post=op == 2, norm=b.has("rms_weight"))
+    clusters = stream_clusters(tokens, resident(ranks, arch), post=op == 2, norm=b.has("rms_weight"))
     smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
     why = f"{clusters} persistent clusters of {ranks} blocks stream tiles of 8 tokens through shared memory, weights in registers"
     return Launch((ranks * clusters, 1, 1), (512, 1, 1), smem, cluster=ranks, pdl=True, defines=defines, why=why), "stream"

@@ -22,7 +22,7 @@ struct StreamApply : StreamLayout {
   static constexpr int kStepsAtOnce = kWide && kHasNorm && !kPost ? 2 : kSteps;
   static_assert(kApplyWarps == kHalfTokens, "a warp has one token of each half tile");
 
-  // Has this lane an octet in that step? All but the last steps are full; idle lanes repeat an octet and store nothing.
+  // Has this lane an octet in that step? All but the last steps are full; idle lanes take another's and store nothing.
   __device__ __forceinline__ bool has(int step) const {
     const int at = kPartLanes * step + (lane & (kPartLanes - 1));
     if (kPartLanes * step + kPartLanes <= kLastOctets) return true;
@@ -30,8 +30,10 @@ struct StreamApply : StreamLayout {
   }
   __device__ __forceinline__ int part_start() const { return kPartLanes == 32 ? 0 : lane / kPartLanes * kPartOctets; }
   __device__ __forceinline__ int octet(int step) const {
-    if (Shape::kPadded && !has(0)) return 0;
-    return part_start() + (lane & (kPartLanes - 1)) + (has(step) ? kPartLanes * step : 0);
+    const int first = part_start() + (lane & (kPartLanes - 1));
+    if (Shape::kPadded && kPartLanes * step + kPartLanes > kLastOctets)
+      return min(first + kPartLanes * step, kColumns / 8 - 1);
+    return first + (has(step) ? kPartLanes * step : 0);
   }
 
   struct Token {
