@@ -30,7 +30,7 @@ struct IhcKernel {
   static constexpr bool kGatesWarp = kWarps < 16;
   static constexpr int kThreads = (kWarps + kGatesWarp) * 32;
   static constexpr int kBlocks = 1;  // an SM; two (72 registers) spill and win nothing
-  static constexpr int kUnits = Shape::kHalves * kWarps;
+  static constexpr int kUnits = 2 * kWarps;
   static constexpr int kBlockChunks = Shape::kPartChunks;
   static constexpr int kQuads = kPartials / 4;
   // The lanes of a quad read slots that would lie a multiple of 32 banks apart: 0.05 to 0.15 us at 1 to 16 tokens.
@@ -79,14 +79,13 @@ struct IhcKernel {
 
     const int group = rank * kWarps + warp;
     const int column = Shape::column_of(group) + t * 8;
-    Shape::Weights weights[Shape::kHalves];
+    Shape::Weights weights[2];
     if (has_columns) {
-      float values[Shape::kHalves][Shape::kHalf][8];
+      float values[2][Shape::kHalf][8];
 #pragma unroll
-      for (int half = 0; half < Shape::kHalves; ++half)
-        Shape::load_unit(a.w, Shape::kHalves * group + half, lane, values[half]);
+      for (int half = 0; half < 2; ++half) Shape::load_unit(a.w, 2 * group + half, lane, values[half]);
 #pragma unroll
-      for (int half = 0; half < Shape::kHalves; ++half) weights[half].split(values[half]);
+      for (int half = 0; half < 2; ++half) weights[half].split(values[half]);
     }
     const int out = (has_columns ? 0 : kHc) + t;
     const GateScales scales =
@@ -134,14 +133,14 @@ struct IhcKernel {
     }
     if (has_columns) {
 #pragma unroll
-      for (int half = 0; half < Shape::kHalves; ++half) {
+      for (int half = 0; half < 2; ++half) {
         Shape::Sums sums;
 #pragma unroll
         for (int b = 0; b < Shape::kHalf; ++b) {
           const int channel = half * Shape::kHalf + b;
           if (channel < kHc) sums.add(weights[half], b, x[channel]);
         }
-        store_partials<1>(partials[Shape::kHalves * warp + half], sums.result(weights[half]), lane);
+        store_partials<1>(partials[2 * warp + half], sums.result(weights[half]), lane);
       }
     }
     __syncthreads();

@@ -10,9 +10,10 @@ from ..arch import Arch
 from ..spec import Bound, Launch, Variant, ceil_div
 from .ihc_launch import vector
 
-CHANNELS = (1, 2, 3, 4)
-LEAST = 512
-MOST_REGISTERS = 168  # of a thread, for weights: more spills
+# hidden from which on they are faster than what serves every size. H200, 16384 tokens, bf16, microseconds, that and these: hc 4, hidden 256 29.5
+# and 37.1, 512 59 and 37; hc 3, 512 39.6 and 33.8; hc 2, 256 14.4 and 29.0, 2048 93 and 51. hc 1 is faster at some sizes (4096 87 and 77) and not
+# at others (post_pre 141 and 140, 2048 with a norm 55 and 69).
+LEAST = {2: 1024, 3: 512, 4: 512}
 TILE = 8  # tokens: the n of mma.m16n8k16
 OPS = {"ihc_pre": 0, "ihc_head": 1, "ihc_post_pre": 2}
 
@@ -25,42 +26,58 @@ def eligible(b: Bound, arch: Arch) -> tuple[bool, str]:
         return False, "no cluster of 8 blocks with a multiprocessor each fits this GPU"
     if b.dtypes["x"] not in ("bfloat16", "float16"):
         return False, "x is exact in the tensor cores' 16-bit formats only"
-    if b.axes["hc"] not in CHANNELS:
-        return False, f"hc in {CHANNELS}"
     hc, hidden = b.axes["hc"], b.axes["hidden"]
+    if hc not in LEAST:
+        return False, f"hc in {tuple(LEAST)}"
+    if hidden < LEAST[hc]:
+        return False, f"hc {hc} from hidden {LEAST[hc]} on"
     ranks = stream_ranks(hc, hidden)
-    if ranks == 16 and not arch.clusters_of_16:
-        return False, "no cluster of 16 blocks with a multiprocessor each fits this GPU"
-    if hidden < LEAST or hidden % (8 * ranks):
-        return False, f"hidden is at least {LEAST} and a multiple of {8 * ranks}"
     if weight_registers(hc, hidden, ranks) > MOST_REGISTERS:
         return False, "the weights do not fit the registers of a cluster"
+    if hidden % (8 * ranks):
+        return False, f"a block's share of {hidden} columns is no whole number of 16-byte pieces"
+    if ranks == 16 and not arch.clusters_of_16:
+        return False, "no cluster of 16 blocks with a multiprocessor each fits this GPU"
     return True, ""
 
 
-def chunk_units(hc: int, hidden: int, ranks: int) -> int:
-    """Units of a chunk, as in sm90_ihc.cuh."""
-    halves = 1 if hc == 1 else 2
-    units = ceil_div(ceil_div(hidden // ranks, 32) * halves, 8)
-    return units + ranks // 2 * units % halves
+MOST_REGISTERS = 168  # of a thread, for weights: more spill
+RANKS = (2, 4, 8, 16)
+
+
+def chunk_units(hidden: int, ranks: int) -> int:
+    """Units of a chunk, as sm90_ihc.cuh has it: 8 chunks share a block's columns, and half of `ranks` chunks are whole groups."""
+    units = ceil_div(2 * ceil_div(hidden // ranks, 32), 8)
+    return units + ranks // 2 * units % 2
 
 
 def weight_registers(hc: int, hidden: int, ranks: int) -> int:
-    """Registers of a thread that hold weights, in bfloat16."""
-    return chunk_units(hc, hidden, ranks) * ceil_div(hc, 2) * 12
+    """Registers of a thread that hold weights, in bfloat16; float16, which takes a third less, is served alike."""
+    return chunk_units(hidden, ranks) * ceil_div(hc, 2) * 12
 
 
 def stream_ranks(hc: int, hidden: int) -> int:
-    """Blocks of a cluster that streams: the fewest that hold the weights."""
-    depth = hidden * {1: 2, 2: 2, 3: 5, 4: 4}[hc]
-    least = 8 if hc == 2 and hidden >= 4096 else 2
-    fit = (r for r in (2, 4, 8) if r >= least and depth <= 3584 * r and weight_registers(hc, hidden, r) <= MOST_REGISTERS)
-    return next(fit, 16)
+    """Blocks of a cluster that streams: the fewest whose registers hold the weights. It fixes the order of the sums.
+
+    A tile of 8 tokens takes a cluster about 1.2 us whatever its width, so rows are best spread over few blocks. hc 4, hidden 2048 in clusters of
+    4 takes 88 us at 16384 tokens.
+    """
+    if hc == 2 and hidden in (4096, 5120, 6144, 7168):
+        return 8  # The bits of earlier versions. Clusters of 4: hidden 4096 99 us at 16384 tokens (8: 127), 6144 158 (161), with a norm 186 (241).
+    # Post's x and z beside them: 3584 columns of 2 channels a block. Rows that hc 3 lacks are masked, which takes registers.
+    depth = hidden * {2: 2, 3: 5, 4: 4}[hc]
+    return next((r for r in RANKS if depth <= 3584 * r and weight_registers(hc, hidden, r) <= MOST_REGISTERS), RANKS[-1])
 
 
 def resident(ranks: int, arch: Arch) -> int:
-    """Clusters of so many blocks that run at once, a multiprocessor a block; of fewer than 8, as many as have room in those of 8."""
-    return arch.clusters_of_16 if ranks == 16 else arch.clusters_of_8 * 8 // ranks
+    """Clusters of so many blocks that run at once, with a multiprocessor each.
+
+    Pairs of multiprocessors always take a cluster of 2. Of 4, as many as have room in clusters of 8: on an H200 30; with 32 two rounds were
+    needed (hc 4, hidden 2048, 16384 tokens: 159 us, not 88).
+    """
+    if ranks == 16:
+        return arch.clusters_of_16
+    return arch.sms // 2 if ranks == 2 else arch.clusters_of_8 * 8 // ranks
 
 
 def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
@@ -103,9 +120,9 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
         vec = min(vec, 4)
     hc = b.axes["hc"]
     ranks = stream_ranks(hc, hidden)
-    warps = ranks // 2 * chunk_units(hc, hidden, ranks) // (1 if hc == 1 else 2)
+    warps = ranks // 2 * chunk_units(hidden, ranks) // 2  # of a block of the kernel for few tokens, a group of 32 columns each
     defines = {"kOp": op, "kVec": vec, "kRanks": ranks}
-    if tokens <= 32 and arch.clusters_of_16 and warps <= (16 if hc > 2 else 24):
+    if tokens <= 32 and arch.clusters_of_16 and warps <= (24 if hc == 2 else 16):  # more spill
         each = cluster_tokens(tokens)
         clusters = ceil_div(tokens, each)
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"

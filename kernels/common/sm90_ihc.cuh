@@ -1,10 +1,13 @@
 // The arithmetic of the sm_90a iHC kernels. Both kernels (cluster and stream) call these pieces in the same order on
 // the same slices, so that a token's bits depend neither on the batch nor on the kernel that ran.
 //
-// Slices. The hidden axis is cut into groups of 32 columns; a unit is (group, half of the channels). One warp runs a
-// unit as one chain of mma.m16n8k16 from a zero sum, for 8 tokens. Units are added in sequence in chunks of
-// hidden / 1024, the 64 chunks of a token in a balanced binary tree:
-//   dot = tree over 64 chunks ( ((unit 0 + unit 1) + unit 2) + ... ).
+// Slices. A row is cut into kRanks shares of neighbouring columns, one for each block of the streaming kernel's
+// cluster. A share is cut into groups of 32 columns; a unit is (group, half of the channels). One warp runs a unit as
+// one chain of mma.m16n8k16 from a zero sum, for 8 tokens. Units are added in sequence in chunks, 8 in a share, and the
+// chunks of a token in a balanced binary tree:
+//   dot = tree over 8 kRanks chunks ( ((unit 0 + unit 1) + unit 2) + ... ).
+// Where the columns do not fill their groups, or the units their chunks, the last ones are short or empty: zeros there.
+// A part is a 16th of the chunks, what a block of the kernel for few tokens works on.
 //
 // Operands. A = weight rows (8 outputs; rows that an op lacks are zero), B = 8 tokens of x, exact in their own dtype.
 // The order of k inside a block of 32 is free, so lane (g, t) = (lane / 4, lane % 4) takes 8 neighbouring columns at
@@ -324,28 +327,24 @@ struct IhcShape {
   static constexpr bool kHasNorm = kHasNorm_, kRoundBeforeNorm = kRoundBeforeNorm_;
   static constexpr bool kPost = kOp == kPostPre;
   static constexpr int kUsedOutputs = kOp == kHead ? kHc : 2 * kHc;
-  static constexpr int kHalves = kHc == 1 ? 1 : 2;                  // units of a group
-  static constexpr int kHalf = (kHc + 1) / 2;                       // channels of a unit = its blocks
-  static constexpr int kPostRow = kHc == 3 ? 4 : kHc;               // row of A with the first post gate's weights
-  static constexpr int kColumns = kHidden / kRanks;                 // of a share
-  static constexpr int kShareChunks = 8, kPartChunks = kRanks / 2;  // a part: a 16th of the chunks
+  static constexpr int kHalf = (kHc + 1) / 2;          // channels of a unit = its blocks
+  static constexpr int kPostRow = kHc == 3 ? 4 : kHc;  // row of A with the weights of the first post gate
+  static constexpr int kColumns = kHidden / kRanks;    // of a share
+  static constexpr int kShareChunks = 8, kPartChunks = kRanks / 2;
   // Units of a chunk: as many as a share needs, and whole groups in a part.
-  static constexpr int kLeastUnits = ((kColumns + 31) / 32 * kHalves + kShareChunks - 1) / kShareChunks;
-  static constexpr int kChunkUnits = kLeastUnits + (kPartChunks * kLeastUnits) % kHalves;
-  static constexpr int kShareGroups = kShareChunks * kChunkUnits / kHalves;
-  static constexpr int kPartGroups = kPartChunks * kChunkUnits / kHalves;
+  static constexpr int kLeastUnits = ((kColumns + 31) / 32 * 2 + kShareChunks - 1) / kShareChunks;
+  static constexpr int kChunkUnits = kLeastUnits + kPartChunks * kLeastUnits % 2;
+  static constexpr int kShareGroups = kShareChunks * kChunkUnits / 2, kPartGroups = kPartChunks * kChunkUnits / 2;
   static constexpr bool kPadded = kShareGroups * 32 != kColumns;  // the last groups of a share are short or empty
   static constexpr long long kDepth = static_cast<long long>(kHc) * kHidden;
-  static_assert(1 <= kHc && kHc <= 4, "8 rows of A hold the outputs of up to 4 channels");
-  static_assert(kRanks == 2 || kRanks == 4 || kRanks == 8 || kRanks == 16, "shares are whole parts");
+  static_assert(2 <= kHc && kHc <= 4, "8 rows of A hold the outputs of up to 4 channels");
+  static_assert(kRanks == 2 || kRanks == 4 || kRanks == 8 || kRanks == 16, "16 parts of a row, whole ones in a share");
   static_assert(kHidden % (8 * kRanks) == 0, "a share is a whole number of 16-byte pieces");
   static_assert(kXDtype == kBfloat16 || kXDtype == kFloat16, "x must be an operand of mma: bfloat16 or float16");
 
   using Weights = UnitWeights<kXDtype, kHalf>;
   using Sums = UnitSums<kHalf == 2 && kChunkUnits <= 6 ? 2 : 1>;
 
-  static __device__ __forceinline__ int group_of(int unit) { return kHalves == 2 ? unit >> 1 : unit; }
-  static __device__ __forceinline__ int half_of(int unit) { return kHalves == 2 ? unit & 1 : 0; }
   // The first column of a group of the row (counted with the empty ones), and whether lane t has columns of it.
   static __device__ __forceinline__ int column_of(int group) {
     if constexpr (kPadded)
@@ -357,14 +356,14 @@ struct IhcShape {
     return !kPadded || group % kShareGroups * 32 + t * 8 < kColumns;
   }
 
-  // This lane's weights of unit `unit` of the row: channels half_of(unit) * kHalf and up of group group_of(unit).
+  // This lane's weights of unit `unit` of the row: group unit / 2, channels (unit % 2) * kHalf and up.
   static __device__ __forceinline__ void load_unit(const float* w, int unit, int lane, float (&values)[kHalf][8]) {
     const int g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int b = 0; b < kHalf; ++b) {
 #pragma unroll
       for (int k = 0; k < 8; ++k) values[b][k] = 0.0f;
-      const int channel = half_of(unit) * kHalf + b, group = group_of(unit);
+      const int channel = (unit & 1) * kHalf + b, group = unit >> 1;
       const int output = kPostRow > kHc && g >= kPostRow ? g - kPostRow + kHc : g;
       if (output < kUsedOutputs && (kPostRow == kHc || (channel < kHc && g != kHc)) && has(group, t))
         load_weights<kVec == 8>(w + output * kDepth + channel * kHidden + column_of(group) + t * 8, values[b]);

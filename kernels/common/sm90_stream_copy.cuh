@@ -10,7 +10,8 @@ struct StreamCopy : StreamLayout {
   __device__ __forceinline__ void copy_row(char* to, const char* from) const {
     using Word = typename WordOf<2 * kVec>::Type;
     constexpr int kWords = kRowBytes / (2 * kVec);
-#pragma unroll 8
+    constexpr int kAtOnce = kWords % 32 == 0 ? 8 : 4;  // with a test each, more spill
+#pragma unroll kAtOnce
     for (int k = lane; k < kWords; k += 32) reinterpret_cast<Word*>(to)[k] = reinterpret_cast<const Word*>(from)[k];
   }
 

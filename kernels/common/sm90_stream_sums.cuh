@@ -7,15 +7,22 @@
 namespace hccupy {
 
 struct StreamSums : StreamLayout {
-  static constexpr bool kMasked = Shape::kPadded || Shape::kHalves * Shape::kHalf != kHc;  // not all octets are there
+  static constexpr bool kMasked = Shape::kPadded || 2 * Shape::kHalf != kHc;  // not all octets are there
+  static constexpr bool kAnew = kMasked && kWide;  // no register for what can be read anew: 16 bytes spilled
   static constexpr int kUnitsAtOnce = kWeightRegisters <= 96 && !kPost ? 2 : 1;
+
+  static __device__ __forceinline__ unsigned int grid_rows() {
+    unsigned int rows;
+    asm volatile("mov.u32 %0, %%nctaid.y;" : "=r"(rows));
+    return rows;
+  }
 
   __device__ __forceinline__ void multiply_tiles(const IhcArguments& a) {
     const int first_unit = (block_in_cluster() * kMmaWarps + (fresh_thread() >> 5)) * kUnits;
     // The grid has one row, but the compiler does not know, so that a test of it ends a basic block: without that,
     // ptxas interleaves the units until weights spill (64 bytes at every register count tried, 200 to 240).
-    unsigned int rows;
-    asm volatile("mov.u32 %0, %%nctaid.y;" : "=r"(rows));
+    const unsigned int rows = grid_rows();
+    const auto never = [&](unsigned int n) { return (kAnew ? grid_rows() : rows) == n; };
     Shape::Weights weights[kUnits];
     {
       float values[kUnits][Shape::kHalf][8];
@@ -29,7 +36,7 @@ struct StreamSums : StreamLayout {
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         weights[u].split(values[u]);
-        if (rows == 100 + u) return;
+        if (never(100 + u)) return;
         if (u + 1 < kUnits) Shape::load_unit(a.w, first_unit + u + 1, lane, values[u + 1]);
       }
     }
@@ -43,13 +50,12 @@ struct StreamSums : StreamLayout {
       // A chunk's first unit is odd where kUnits is: its group and half are known at run time only.
       const auto place = [&](int u, int b) {
         const int unit = warp * kUnits + u;
-        return reinterpret_cast<uint4*>(stage + g * kTokenBytes +
-                                        (Shape::half_of(unit) * Shape::kHalf + b) * kRowBytes +
-                                        Shape::group_of(unit) * 64 + t * 16);
+        return reinterpret_cast<uint4*>(stage + g * kTokenBytes + ((unit & 1) * Shape::kHalf + b) * kRowBytes +
+                                        (unit >> 1) * 64 + t * 16);
       };
       const auto has = [&](int u, int b) {
-        const int unit = warp * kUnits + u;
-        return Shape::group_of(unit) * 32 + t * 8 < kColumns && Shape::half_of(unit) * Shape::kHalf + b < kHc;
+        const int again = kAnew ? fresh_thread() : thread, unit = (again >> 5) * kUnits + u;
+        return (unit >> 1) * 32 + (again & 3) * 8 < kColumns && (unit & 1) * Shape::kHalf + b < kHc;
       };
       const auto x_of = [&](int u, int b) { return !kMasked || has(u, b) ? *place(u, b) : uint4{}; };
       float4 total;
@@ -61,11 +67,11 @@ struct StreamSums : StreamLayout {
         for (int b = 0; b < Shape::kHalf; ++b) v[b] = x_of(u, b);
         if constexpr (kPost) {
           const int unit = warp * kUnits + u;
-          const float* h = h_in + (index * kTileTokens + g) * kHc + Shape::half_of(unit) * Shape::kHalf;
+          const float* h = h_in + (index * kTileTokens + g) * kHc + (unit & 1) * Shape::kHalf;
           float post[8];
-          unpack<kXDtype>(*reinterpret_cast<uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes +
-                                                    Shape::group_of(unit) * 64 + t * 16),
-                          post);
+          unpack<kXDtype>(
+              *reinterpret_cast<uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes + (unit >> 1) * 64 + t * 16),
+              post);
 #pragma unroll
           for (int b = 0; b < Shape::kHalf; ++b) {
             if (kMasked && !has(u, b)) continue;  // as it is: zero
@@ -77,12 +83,12 @@ struct StreamSums : StreamLayout {
         for (int b = 0; b < Shape::kHalf; ++b) {
           sums.add(weights[u], b, v[b]);
           if (kWide && b + 1 < Shape::kHalf) {
-            if (rows == 300 + u) return;
+            if (never(300 + u)) return;
             v[b + 1] = x_of(u, b + 1);
           }
         }
         total = u == 0 ? sums.result(weights[u]) : total + sums.result(weights[u]);
-        if (u % kUnitsAtOnce == kUnitsAtOnce - 1 && rows == 200 + u) return;
+        if (u % kUnitsAtOnce == kUnitsAtOnce - 1 && never(200 + u)) return;
       }
       if constexpr (kPost) {
         fence_bulk();
