@@ -14,10 +14,12 @@
 // | y                   | [tokens, hidden]; post_pre: [tokens, hc, hidden] and z [tokens, hidden] | kXDtype |
 // | h_post, h_post_next | [tokens, hc]         | float32      |  not for head
 //
-// Baked: hc (2, 4), hidden (a multiple of 1024), the dtypes, kVec (8: x, y, z, w 16-byte aligned in address and
-// strides; 4, 2, 1: elements an access of x and y may hold; the bits are the same). Launch: grid = 16 * clusters with 8
-// * clusters >= tokens, block = (hidden / 512 + 1) * 32, cluster 16, no dynamic shared memory. Tokens are split evenly
-// over the clusters. With the programmatic attribute, w, scale and base are fetched before the previous kernel ends.
+// Baked: hc (2 to 4), hidden, kRanks (of the streaming kernel, which fixes the order of the sums), the dtypes, kVec (8:
+// x, y, z, w 16-byte aligned in address and strides; 4, 2, 1: elements an access of x and y may hold; the bits are the
+// same). Launch: grid = 16 * clusters with 8 * clusters >= tokens, block = 32 * (kWarps + kGatesWarp): a warp for each
+// group of 32 columns of a part, up to 16 of them (hc 2: 24; more spill); cluster 16, no dynamic shared memory. Tokens
+// are split evenly over the clusters. With the programmatic attribute, w, scale and base are fetched before the
+// previous kernel ends.
 #include "common/sm90_ihc_baked.cuh"
 
 namespace hccupy {
@@ -36,7 +38,7 @@ struct IhcKernel {
   // The lanes of a quad read slots that would lie a multiple of 32 banks apart: 0.05 to 0.15 us at 1 to 16 tokens.
   static constexpr int kSlot = kPartials + 4, kNormSlot = kRanks + 4;
   static constexpr int kNormSums = 4 * kTileTokens + 8;  // of a warp: by tokens and lanes of a quad
-  // Of the norm: lanes of a token, a run of squares each where the stream kernel has as many.
+  // The norm's squares are added in runs, every 4 kRunWarps-th octet in one: the stream kernel's lanes of a part.
   static constexpr int kRunWarps = Shape::kRanks / 2;
   static_assert(kWarps >= kRunWarps, "the first octet of every run is there");
   static_assert(kBlockChunks * Shape::kChunkUnits == kUnits, "chunks tile the units of a block");

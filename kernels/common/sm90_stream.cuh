@@ -8,8 +8,10 @@
 // * apply, 4 warps: z of a token each, then of another; norm: squares told.
 //   Waits for gates_full, norm_full; tells empty.
 // * loader: makes the ring's barriers, bulk copies x into the stages. Waits for empty; tells full (bytes).
-// * gates: makes the other barriers; adds the 8 chunks, tells block n of token n, works out the gates of its own token
-//   and tells them to all. Waits for partials_full, slot_full (bytes); tells partials_empty, gates_full (bytes).
+// * gates: makes the other barriers; adds the 8 chunks, tells the block that has the token (kOwn), works out the gates
+// of
+//   its own tokens and tells them to all. Waits for partials_full, slot_full (bytes); tells partials_empty, gates_full
+//   (bytes).
 // * storer: post_pre: bulk copies y to memory. Waits for y_full; tells empty.
 // * asker: asks L2 for x of small batches (post_pre: also for the first tiles of large ones) before the previous kernel
 //   ends.
