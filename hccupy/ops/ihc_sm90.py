@@ -32,7 +32,7 @@ def eligible(b: Bound, arch: Arch) -> tuple[bool, str]:
     if hidden < LEAST[hc]:
         return False, f"hc {hc} from hidden {LEAST[hc]} on"
     ranks = stream_ranks(hc, hidden)
-    if weight_registers(hc, hidden, ranks) > MOST_REGISTERS:
+    if not weights_fit(hc, hidden, ranks):
         return False, "the weights do not fit the registers of a cluster"
     if hidden % (8 * ranks):
         return False, f"a block's share of {hidden} columns is no whole number of 16-byte pieces"
@@ -41,7 +41,6 @@ def eligible(b: Bound, arch: Arch) -> tuple[bool, str]:
     return True, ""
 
 
-MOST_REGISTERS = 168  # of a thread, for weights: more spill
 RANKS = (2, 4, 8, 16)
 
 
@@ -51,22 +50,25 @@ def chunk_units(hidden: int, ranks: int) -> int:
     return units + ranks // 2 * units % 2
 
 
-def weight_registers(hc: int, hidden: int, ranks: int) -> int:
-    """Registers of a thread that hold weights, in bfloat16; float16, which takes a third less, is served alike."""
-    return chunk_units(hidden, ranks) * ceil_div(hc, 2) * 12
+def weights_fit(hc: int, hidden: int, ranks: int) -> bool:
+    """Do the weights of a block's share fit its registers, 168 of a thread, in bfloat16? (float16, which takes a third less, is served alike.)
+
+    More spill; so do 144 where masks take registers: of hc 3, whose fourth channel is not there, and of the columns that do not fill their groups
+    of 32 where hc 2 has more groups.
+    """
+    units = chunk_units(hidden, ranks)
+    padded = 4 * units * 32 != hidden // ranks
+    return units * ceil_div(hc, 2) * 12 <= (144 if hc == 3 else 132 if hc == 2 and padded else 168)
 
 
 def stream_ranks(hc: int, hidden: int) -> int:
     """Blocks of a cluster that streams: the fewest whose registers hold the weights. It fixes the order of the sums.
 
-    A tile of 8 tokens takes a cluster about 1.2 us whatever its width, so rows are best spread over few blocks. hc 4, hidden 2048 in clusters of
-    4 takes 88 us at 16384 tokens.
+    A tile of 8 tokens takes a cluster 1.1 us or more whatever its width, so more clusters of fewer blocks are faster.
     """
     if hc == 2 and hidden in (4096, 5120, 6144, 7168):
         return 8  # The bits of earlier versions. Clusters of 4: hidden 4096 99 us at 16384 tokens (8: 127), 6144 158 (161), with a norm 186 (241).
-    # Post's x and z beside them: 3584 columns of 2 channels a block. Rows that hc 3 lacks are masked, which takes registers.
-    depth = hidden * {2: 2, 3: 5, 4: 4}[hc]
-    return next((r for r in RANKS if depth <= 3584 * r and weight_registers(hc, hidden, r) <= MOST_REGISTERS), RANKS[-1])
+    return next((r for r in RANKS if weights_fit(hc, hidden, r)), RANKS[-1])
 
 
 def resident(ranks: int, arch: Arch) -> int:
