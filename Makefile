@@ -68,7 +68,7 @@ $(VENV)/.test: $(VENV)/.demo
 	touch $@
 
 # ---- what shows that it can be trusted (tests/README.md) ----
-.PHONY: test-long mutations audit gpu-sanitize gpu-soak
+.PHONY: test-long mutations audit gpu-sanitize gpu-soak gpu-guards
 
 test-long: $(VENV)/.test
 	TEST_PROFILE=long $(PY) -m pytest -n 2 --dist worksteal --timeout 7200 tests/test_kernels_drawn.py tests/test_field_cases_simulated.py
@@ -85,6 +85,9 @@ gpu-sanitize:
 gpu-soak:
 	$(PYTHON) -m tests.soak --minutes 8 --seed 1 --report notebooks/results/h200/soak_1.json
 	$(PYTHON) -m tests.soak --minutes 8 --seed 2 --report notebooks/results/h200/soak_2.json
+
+gpu-guards:
+	$(PYTHON) -m tests.guards --report notebooks/results/h200/guards.json
 
 $(VENV)/audit/bin/pip-audit:
 	$(PYTHON) -m venv $(VENV)/audit

@@ -1,4 +1,4 @@
-"""The commands that run on a GPU (tests.sanitize, tests.soak) tried without one: what they parse, what they call, that they see a fault."""
+"""The commands that run on a GPU (tests.sanitize, tests.soak, tests.guards) tried without one: what they parse, what they call, that they see a fault."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 import torch
 
 import hccupy
-from hccupy import arch
+from hccupy import arch, build
+from hccupy.bench.run import imagined
+from hccupy.ops import REGISTRY
+from hccupy.plan import make
 
-from . import sanitize, soak, soak_models
+from . import guards, sanitize, soak, soak_models
 from .adapters import CPU
 
 OUTPUT = """========= COMPUTE-SANITIZER
@@ -116,3 +119,15 @@ def test_the_soak_sees_a_fault(op, monkeypatch, capsys, tmp_path):
 
 
 REAL = {"ihc": soak_models.IHC, "rope": ("rope_norm_store_kv",), "store": ("store_kv", "zero_kv_tail")}
+
+
+@pytest.mark.parametrize("op", guards.OPS)
+def test_the_kernels_compile_without_their_guards(op):
+    spec = REGISTRY[op]
+    cases = {c.name: c for c in spec.cases}
+    assert cases.keys() >= set(guards.CASES)
+    made = make(spec, imagined(spec, cases[guards.CASES[0]]), arch.named("sm_90a"))
+    key, files, with_guards = build.identity(made), build.sources(), build.compile_plan(made)[0]
+    with guards.kernels(guards.without(files)):
+        assert build.identity(made) != key and build.compile_plan(made)[0] != with_guards
+    assert build.identity(made) == key and build.sources() is files

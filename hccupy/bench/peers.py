@@ -86,7 +86,8 @@ def torch_peers(op: str, compiled: bool) -> dict[str, Callable[[Kwargs], Any]]:
     if compiled:
         import torch
 
-        found["torch.compile"] = torch.compile(EAGER[op], dynamic=False)
+        torch._dynamo.reset()  # a function that has met 8 shapes would run eagerly from then on, without a word
+        found["torch.compile"] = torch.compile(EAGER[op], dynamic=False, fullgraph=True)
     return found
 
 

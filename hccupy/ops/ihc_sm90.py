@@ -101,6 +101,8 @@ def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
         wanted = two_tiles  # pre at 112 tokens: 7 clusters 5.4, 8 5.9, 14 5.4
     elif tokens <= 3 * TILE * (fit - 2):
         wanted = fit - 2  # two of the next grid get in. 256 tokens: pre 13 clusters 8.14, 12 8.20, 15 9.0
+    elif norm and not post and fit >= 8 and tokens <= 5 * TILE * (fit - 2):
+        wanted = fit - 2  # at 512 tokens: 15 clusters 13.5, 14 13.2, 13 13.0
     elif not longer and fit >= 8 and tokens <= 5 * TILE * (fit - 1):
         wanted = fit - 1  # pre at 512 tokens: 15 clusters 12.25, 14 11.98, 13 12.06
     else:

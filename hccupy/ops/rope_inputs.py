@@ -228,5 +228,5 @@ CASES_TAIL = (
     _tail("dense", 5, 2, 64, 64, "bfloat16", 16),
     _tail("packed", 3, 1, 192, 128, "float16", 8),
     _tail("interleaved", 9, 3, 72, 72, "float8_e4m3fn", 16),
-    *(_tail("bench", n, 8, 128, 128, "bfloat16", 64) for n in (1, 64, 256)),
+    *(_tail("bench", n, 8, 128, 128, "bfloat16", 64) for n in (1, 64, 256, 1024)),
 )

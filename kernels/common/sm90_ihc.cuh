@@ -80,6 +80,14 @@ struct Octet {
                    p[6] | unsigned(p[7]) << 16};
     }
   }
+  // Without a branch, into which the compiler would move whatever makes v.
+  static __device__ __forceinline__ void store_if(bool wanted, void* to, uint4 v) {
+    if constexpr (kVec == 8) {
+      store_whole_if(wanted, static_cast<uint4*>(to), v);
+    } else {
+      if (wanted) store(to, v);
+    }
+  }
   static __device__ __forceinline__ void store(void* to, uint4 v) {
     if constexpr (kVec == 8) {
       store_whole(static_cast<uint4*>(to), v);

@@ -114,6 +114,14 @@ __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.w
 // Makes this thread's ordinary shared stores visible to bulk copies that are ordered after it.
 __device__ __forceinline__ void fence_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// As one predicated instruction.
+__device__ __forceinline__ void store_whole_if(bool wanted, uint4* to, uint4 word) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.global.v4.u32 [%1], {%2, %3, %4, %5};\n}" ::"r"(
+                   static_cast<unsigned int>(wanted)),
+               "l"(to), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+               : "memory");
+}
+
 // Arrives on the barrier once this thread's async_copy are there.
 __device__ __forceinline__ void async_copies_arrive(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
