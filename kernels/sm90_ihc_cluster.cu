@@ -14,10 +14,12 @@
 // | y                   | [tokens, hidden]; post_pre: [tokens, hc, hidden] and z [tokens, hidden] | kXDtype |
 // | h_post, h_post_next | [tokens, hc]         | float32      |  not for head
 //
-// Baked: hc (2, 4), hidden (a multiple of 1024), the dtypes, kVec (8: x, y, z, w 16-byte aligned in address and
-// strides; 4, 2, 1: elements an access of x and y may hold; the bits are the same). Launch: grid = 16 * clusters with 8
-// * clusters >= tokens, block = (hidden / 512 + 1) * 32, cluster 16, no dynamic shared memory. Tokens are split evenly
-// over the clusters. With the programmatic attribute, w, scale and base are fetched before the previous kernel ends.
+// Baked: hc (2 to 4), hidden, kRanks (of the streaming kernel, which fixes the order of the sums), the dtypes, kVec (8:
+// x, y, z, w 16-byte aligned in address and strides; 4, 2, 1: elements an access of x and y may hold; the bits are the
+// same). Launch: grid = 16 * clusters with 8 * clusters >= tokens, block = 32 * (kWarps + kGatesWarp): a warp for each
+// group of 32 columns of a part, up to 16 of them (hc 2: 24; more spill); cluster 16, no dynamic shared memory. Tokens
+// are split evenly over the clusters. With the programmatic attribute, w, scale and base are fetched before the
+// previous kernel ends.
 #include "common/sm90_ihc_baked.cuh"
 
 namespace hccupy {
@@ -25,15 +27,20 @@ namespace hccupy {
 struct IhcKernel {
   using Shape = BakedShape;
   static constexpr int kRanks = 16;
-  static constexpr int kWarps = Shape::kHidden / 32 / kRanks;  // each: one group of 32 columns, all channels
-  static constexpr int kThreads = (kWarps + 1) * 32;           // and a warp for the gates that are only returned
-  static constexpr int kBlocks = 1;                            // an SM; two (72 registers) spill and win nothing
+  static constexpr int kWarps = Shape::kPartGroups;  // each: one group of 32 columns, all channels
+  // And a warp for the gates that are only returned, unless it would leave a thread 96 registers instead of 128.
+  static constexpr bool kGatesWarp = kWarps < 16;
+  static constexpr int kThreads = (kWarps + kGatesWarp) * 32;
+  static constexpr int kBlocks = 1;  // an SM; two (72 registers) spill and win nothing
   static constexpr int kUnits = 2 * kWarps;
-  static constexpr int kBlockChunks = kChunks / kRanks;
+  static constexpr int kBlockChunks = Shape::kPartChunks;
   static constexpr int kQuads = kPartials / 4;
   // The lanes of a quad read slots that would lie a multiple of 32 banks apart: 0.05 to 0.15 us at 1 to 16 tokens.
   static constexpr int kSlot = kPartials + 4, kNormSlot = kRanks + 4;
   static constexpr int kNormSums = 4 * kTileTokens + 8;  // of a warp: by tokens and lanes of a quad
+  // The norm's squares are added in runs, every 4 kRunWarps-th octet in one: the stream kernel's lanes of a part.
+  static constexpr int kRunWarps = Shape::kRanks / 2;
+  static_assert(kWarps >= kRunWarps, "the first octet of every run is there");
   static_assert(kBlockChunks * Shape::kChunkUnits == kUnits, "chunks tile the units of a block");
 
   // Sum over the ranks of this lane's quarter, then over the quarters: the tree that the stream kernel uses too.
@@ -73,7 +80,7 @@ struct IhcKernel {
     let_next_grid_start();
 
     const int group = rank * kWarps + warp;
-    const int column = group * 32 + t * 8;
+    const int column = Shape::column_of(group) + t * 8;
     Shape::Weights weights[2];
     if (has_columns) {
       float values[2][Shape::kHalf][8];
@@ -90,7 +97,9 @@ struct IhcKernel {
       using N = Element<Shape::kNormDtype>;
 #pragma unroll
       for (int k = 0; k < 8; ++k)
-        norm_weights[k] = has_columns ? N::to_float(static_cast<const N::Type*>(a.rms_weight)[column + k]) : 0.0f;
+        norm_weights[k] = has_columns && Shape::has(group, t)
+                              ? N::to_float(static_cast<const N::Type*>(a.rms_weight)[column + k])
+                              : 0.0f;
     }
 
     // x may still be in the making: asking L2 for its lines consumes nothing, and warms the address translation.
@@ -98,7 +107,7 @@ struct IhcKernel {
     const char* from = Shape::kPost ? a.residual : a.x;
     const long long tokens_stride = Shape::kPost ? a.residual_tokens : a.x_tokens,
                     hc_stride = Shape::kPost ? a.residual_hc : a.x_hc;
-    if (has_columns && has_token && t == 0) {
+    if (has_columns && has_token && t == 0 && Shape::has(group, t)) {
 #pragma unroll
       for (int i = 0; i < kHc; ++i) prefetch_line(from + 2 * (token * tokens_stride + i * hc_stride + column));
       if constexpr (Shape::kPost) {
@@ -109,7 +118,7 @@ struct IhcKernel {
     wait_for_previous_grid();
 
     uint4 x[kHc] = {};
-    if (has_columns && has_token) {
+    if (has_columns && has_token && Shape::has(group, t)) {
 #pragma unroll
       for (int i = 0; i < kHc; ++i) x[i] = Access::load(from + 2 * (token * tokens_stride + i * hc_stride + column));
       if constexpr (Shape::kPost) {
@@ -129,7 +138,10 @@ struct IhcKernel {
       for (int half = 0; half < 2; ++half) {
         Shape::Sums sums;
 #pragma unroll
-        for (int b = 0; b < Shape::kHalf; ++b) sums.add(weights[half], b, x[half * Shape::kHalf + b]);
+        for (int b = 0; b < Shape::kHalf; ++b) {
+          const int channel = half * Shape::kHalf + b;
+          if (channel < kHc) sums.add(weights[half], b, x[channel]);
+        }
         store_partials<1>(partials[2 * warp + half], sums.result(weights[half]), lane);
       }
     }
@@ -163,7 +175,7 @@ struct IhcKernel {
     barrier_wait_cluster(&gates_full, 0);
 
     // Every warp works out the gates of its own lanes: a second block barrier would cost more.
-    const auto gate_of = [&](int base, const GateScales& by) {  // base: 0 or kHc, the output of the quad's first lane
+    const auto gate_of = [&](int base, const GateScales& by) {  // base: row of A of the quad's first lane
       float4 dots = {};
       float squares = 0.0f;
       if (has_token) {
@@ -183,7 +195,7 @@ struct IhcKernel {
     const auto return_gates = [&](float gate) {
       if (Shape::kOp != kHead && rank == 0 && has_token && t < kHc) a.h_next[token * a.h_next_tokens + t] = gate;
     };
-    const float gate = gate_of(has_columns ? 0 : kHc, scales);
+    const float gate = gate_of(has_columns ? 0 : Shape::kPostRow, scales);
     if (!has_columns) {
       return_gates(gate);
       return;
@@ -196,20 +208,27 @@ struct IhcKernel {
       if constexpr (Shape::kRoundBeforeNorm) unpack<kXDtype>(pack<kXDtype>(z), z);
       norm_sums[warp][lane] = octet_squares(z);
       sync_threads<kWarps * 32>();
-      // 16 lanes a token, as many as peers: lane t of a quad has the octets of warps t, t + 4, ... Loads of 16 bytes
-      // and sums inside a lane take less time than shuffles.
-      if (threadIdx.x < kTileTokens * kRanks) {
-        const int token_of_tile = threadIdx.x / kRanks, peer = threadIdx.x % kRanks;
-        const float* from = &norm_sums[t][4 * token_of_tile];
-        float4 runs = *reinterpret_cast<const float4*>(from);
+      // 16 lanes a token, as many as peers: lane n of kRunWarps has the octets of warps n, n + kRunWarps, ... Loads of
+      // 16 bytes and sums inside a lane take less time than shuffles.
+      constexpr int kTellers = kTileTokens * kRanks, kPasses = (kTellers + kWarps * 32 - 1) / (kWarps * 32);
 #pragma unroll
-        for (int w = 4; w < kWarps; w += 4) {
-          if (w + 4 <= kWarps || w + t < kWarps) runs = runs + *reinterpret_cast<const float4*>(from + w * kNormSums);
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const unsigned int teller = threadIdx.x + pass * kWarps * 32;
+        if (teller < kTellers) {
+          const int token_of_tile = teller / kRanks, peer = teller % kRanks,
+                    first = (kRunWarps > 4 ? lane : t) & (kRunWarps - 1);
+          const float* from = &norm_sums[first][4 * token_of_tile];
+          float4 runs = *reinterpret_cast<const float4*>(from);
+#pragma unroll
+          for (int w = kRunWarps; w < kWarps; w += kRunWarps) {
+            if (w + kRunWarps <= kWarps || w + first < kWarps)
+              runs = runs + *reinterpret_cast<const float4*>(from + w * kNormSums);
+          }
+          const float sum = warp_tree<kRunWarps>(across(runs));
+          if (token_of_tile < count)
+            store_peer(peer_address(shared_address(&norm_slots[token_of_tile][rank]), peer), sum,
+                       peer_address(shared_address(&norm_full), peer));
         }
-        const float sum = warp_tree<4>(across(runs));
-        if (token_of_tile < count)
-          store_peer(peer_address(shared_address(&norm_slots[token_of_tile][rank]), peer), sum,
-                     peer_address(shared_address(&norm_full), peer));
       }
       barrier_wait_cluster(&norm_full, 0);
       float quarters[4];
@@ -220,7 +239,11 @@ struct IhcKernel {
 #pragma unroll
       for (int k = 0; k < 8; ++k) z[k] = z[k] * inverse * norm_weights[k];
     }
-    if (has_token) Access::store(a.z + 2 * (token * a.z_tokens + column), pack<kXDtype>(z));
+    if (has_token && Shape::has(group, t)) Access::store(a.z + 2 * (token * a.z_tokens + column), pack<kXDtype>(z));
+    if (!kGatesWarp && Shape::kOp != kHead && rank == 0 && warp == 0) {
+      const GateScales next = GateScales::of<kHc>(kHc + t, t < kHc, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
+      return_gates(gate_of(Shape::kPostRow, next));
+    }
   }
 };
 

@@ -1,5 +1,5 @@
-// iHC pre, head and post_pre for many tokens on sm_90a: persistent clusters of 8 blocks, weights in registers, x read
-// once.
+// iHC pre, head and post_pre for many tokens on sm_90a: persistent clusters of 2 to 16 blocks, weights in registers, x
+// read once.
 //
 //   r = 1 / sqrt(mean(x^2) + norm_eps);  gates = sigmoid((x w^T) r scale + base);  z = sum_i h_pre[i] x[i]
 //   (post_pre: x is y = h_post x + residual, rounded and written; rms_weight: z is RMS-normalised)
@@ -14,10 +14,11 @@
 // | y                   | [tokens, hidden]; post_pre: [tokens, hc, hidden] and z [tokens, hidden] | kXDtype |
 // | h_post, h_post_next | [tokens, hc]         | float32      |  not for head
 //
-// Baked: hc (2, 4), hidden (a multiple of 1024, hc * hidden <= 28672), the dtypes, kVec (8: x, y, z, w 16-byte aligned
-// in address and strides; 4, 2, 1: elements an access of x and y may hold; the bits are the same). Launch: grid = 8 *
-// clusters (any number: tokens are dealt out evenly), block = 512, cluster 8, shared bytes 232448 (what a block may
-// have). With the programmatic attribute, weights are fetched, and L2 is asked for x, before the previous kernel ends.
+// Baked: hc (2 to 4), hidden (a multiple of 8 kRanks), kRanks (2, 4, 8 or 16, blocks of a cluster: so many that the
+// weights take up to 168 registers of a thread), the dtypes, kVec (8: x, y, z, w 16-byte aligned in address and
+// strides; 4, 2, 1: elements an access of x and y may hold; the bits are the same). Launch: grid = kRanks * clusters
+// (any number: tokens are dealt out evenly), block = 512, cluster kRanks, shared bytes 232448 (what a block may have).
+// With the programmatic attribute, weights are fetched, and L2 is asked for x, before the previous kernel ends.
 // common/sm90_stream.cuh has the roles of the warps and how they are linked.
 #include "common/sm90_stream_apply.cuh"
 #include "common/sm90_stream_copy.cuh"

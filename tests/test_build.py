@@ -15,6 +15,7 @@ import pytest
 from hccupy import arch, build, cache, cuda, plan
 from hccupy.bench.run import plans_of
 from hccupy.errors import CompileError
+from hccupy.explain import plan_for
 from hccupy.ops import REGISTRY
 
 from . import resources as table_of
@@ -141,6 +142,35 @@ def test_what_the_bench_runs_does_not_spill(op, target):
         found.append(table_of.row_of(made, used, bench=True))
     wrong = table_of.complaints(table_of.largest(found), table_of.baseline().get(table_of.version()))
     assert not wrong, "\n".join(wrong)
+
+
+# Of the sm_90a kernels, what comes closest to a spill: the most weights where columns do not fill their groups, norms, rows copied by lanes, many warps.
+TIGHT = [
+    ("ihc_pre", 4, 6656, "bfloat16", 4096, False, 8),
+    ("ihc_pre", 4, 2880, "bfloat16", 4096, True, 8),
+    ("ihc_post_pre", 4, 1280, "bfloat16", 4096, True, 8),
+    ("ihc_post_pre", 4, 2880, "bfloat16", 4096, True, 1),
+    ("ihc_post_pre", 3, 2816, "bfloat16", 4096, False, 8),
+    ("ihc_post_pre", 4, 8192, "bfloat16", 8, True, 8),
+    ("ihc_post_pre", 2, 12288, "bfloat16", 8, True, 8),
+]
+
+
+@pytest.mark.parametrize(("op", "hc", "hidden", "dtype", "tokens", "norm", "vec"), TIGHT)
+def test_sm90_shapes_that_nearly_spill(op, hc, hidden, dtype, tokens, norm, vec):
+    made = plan_for(op, {"tokens": tokens, "hc": hc, "hidden": hidden, **({"rms_weight": True} if norm else {})}, dtype, "sm_90a")
+    assert made.variant.startswith("sm90_")
+    used = resources(build.compile_plan(replace(made, defines={**made.defines, "kVec": vec}), extra=("-Xptxas=-v",))[1])
+    assert used["registers"] and not used["spills"] and not used["stack"], used
+
+
+@pytest.mark.parametrize("tokens", [8, 4096])
+@pytest.mark.parametrize(("hc", "hidden"), [(4, 1280), (3, 2880), (2, 4608), (4, 8192)])
+def test_sm90_blocks_and_clusters_are_as_planned(hc, hidden, tokens):
+    """The launch rule and the kernel each work out how many warps and blocks a shape takes."""
+    made = plan_for("ihc_head", {"tokens": tokens, "hc": hc, "hidden": hidden}, "bfloat16", "sm_90a")
+    text = build.compile_plan(replace(made, arch=replace(made.arch, name="compute_90a", ptx=True)))[0].decode()
+    assert re.search(rf"\.maxntid {made.launch.block[0]}\b", text) and re.search(rf"\.reqnctapercluster {made.launch.cluster}\b", text), made.launch
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -156,7 +156,11 @@ def _cases(*, gated: bool) -> tuple[Case, ...]:
         for n in (1, 8, 16, 64, 256, 1024, 4096, 16384):
             axes = {"tokens": n, "hc": 4, "hidden": 6144}
             rows.append(Case(f"bench{'-norm' if norm else ''}-{n}", axes, SCALARS if gated else {}, "bfloat16", {"norm": norm}))
-    others = [(4, h, "bfloat16") for h in (4096, 5120, 7168, 4100, 100)] + [(4, 6144, "float16"), (2, 6144, "bfloat16"), (8, 6144, "bfloat16")]
+    others = [(4, h, "bfloat16") for h in (2048, 2880, 4096, 5120, 7168, 8192, 4100, 100)] + [
+        (4, 6144, "float16"),
+        (2, 6144, "bfloat16"),
+        (8, 6144, "bfloat16"),
+    ]
     for m, h, dtype in others:
         for n in (64, 16384):
             axes = {"tokens": n, "hc": m, "hidden": h}

@@ -10,9 +10,10 @@ from ..arch import Arch
 from ..spec import Bound, Launch, Variant, ceil_div
 from .ihc_launch import vector
 
-# Widths whose weights fit the registers of a cluster of 8 without a spill, and that the GPU suite runs.
-HIDDEN = (4096, 5120, 6144, 7168)
-CHANNELS = (2, 4)
+# hidden from which on they are faster than what serves every size. H200, 16384 tokens, bf16, microseconds, that and these: hc 4, hidden 256 29.5
+# and 37.1, 512 59 and 37; hc 3, 512 39.6 and 33.8; hc 2, 256 14.4 and 29.0, 2048 93 and 51. hc 1 is faster at some sizes (4096 87 and 77) and not
+# at others (post_pre 141 and 140, 2048 with a norm 55 and 69).
+LEAST = {2: 1024, 3: 512, 4: 512}
 TILE = 8  # tokens: the n of mma.m16n8k16
 OPS = {"ihc_pre": 0, "ihc_head": 1, "ihc_post_pre": 2}
 
@@ -25,9 +26,60 @@ def eligible(b: Bound, arch: Arch) -> tuple[bool, str]:
         return False, "no cluster of 8 blocks with a multiprocessor each fits this GPU"
     if b.dtypes["x"] not in ("bfloat16", "float16"):
         return False, "x is exact in the tensor cores' 16-bit formats only"
-    if b.axes["hc"] not in CHANNELS or b.axes["hidden"] not in HIDDEN:
-        return False, f"hc in {CHANNELS} and hidden in {HIDDEN}"
+    hc, hidden = b.axes["hc"], b.axes["hidden"]
+    if hc not in LEAST:
+        return False, f"hc in {tuple(LEAST)}"
+    if hidden < LEAST[hc]:
+        return False, f"hc {hc} from hidden {LEAST[hc]} on"
+    ranks = stream_ranks(hc, hidden)
+    if not weights_fit(hc, hidden, ranks):
+        return False, "the weights do not fit the registers of a cluster"
+    if hidden % (8 * ranks):
+        return False, f"a block's share of {hidden} columns is no whole number of 16-byte pieces"
+    if ranks == 16 and not arch.clusters_of_16:
+        return False, "no cluster of 16 blocks with a multiprocessor each fits this GPU"
     return True, ""
+
+
+RANKS = (2, 4, 8, 16)
+
+
+def chunk_units(hidden: int, ranks: int) -> int:
+    """Units of a chunk, as sm90_ihc.cuh has it: 8 chunks share a block's columns, and half of `ranks` chunks are whole groups."""
+    units = ceil_div(2 * ceil_div(hidden // ranks, 32), 8)
+    return units + ranks // 2 * units % 2
+
+
+def weights_fit(hc: int, hidden: int, ranks: int) -> bool:
+    """Do the weights of a block's share fit its registers, 168 of a thread, in bfloat16? (float16, which takes a third less, is served alike.)
+
+    More spill; so do 144 where masks take registers: of hc 3, whose fourth channel is not there, and of the columns that do not fill their groups
+    of 32 where hc 2 has more groups.
+    """
+    units = chunk_units(hidden, ranks)
+    padded = 4 * units * 32 != hidden // ranks
+    return units * ceil_div(hc, 2) * 12 <= (144 if hc == 3 else 132 if hc == 2 and padded else 168)
+
+
+def stream_ranks(hc: int, hidden: int) -> int:
+    """Blocks of a cluster that streams: the fewest whose registers hold the weights. It fixes the order of the sums.
+
+    A tile of 8 tokens takes a cluster 1.1 us or more whatever its width, so more clusters of fewer blocks are faster.
+    """
+    if hc == 2 and hidden in (4096, 5120, 6144, 7168):
+        return 8  # The bits of earlier versions. Clusters of 4: hidden 4096 99 us at 16384 tokens (8: 127), 6144 158 (161), with a norm 186 (241).
+    return next((r for r in RANKS if weights_fit(hc, hidden, r)), RANKS[-1])
+
+
+def resident(ranks: int, arch: Arch) -> int:
+    """Clusters of so many blocks that run at once, with a multiprocessor each.
+
+    Pairs of multiprocessors always take a cluster of 2. Of 4, as many as have room in clusters of 8: on an H200 30; with 32 two rounds were
+    needed (hc 4, hidden 2048, 16384 tokens: 159 us, not 88).
+    """
+    if ranks == 16:
+        return arch.clusters_of_16
+    return arch.sms // 2 if ranks == 2 else arch.clusters_of_8 * 8 // ranks
 
 
 def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
@@ -70,17 +122,20 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
     vec = vector(b, arrays)
     if b.aligned["w"] < 16:
         vec = min(vec, 4)
-    defines = {"kOp": op, "kVec": vec}
-    if tokens <= 32 and arch.clusters_of_16:
+    hc = b.axes["hc"]
+    ranks = stream_ranks(hc, hidden)
+    warps = ranks // 2 * chunk_units(hidden, ranks) // 2  # of a block of the kernel for few tokens, a group of 32 columns each
+    defines = {"kOp": op, "kVec": vec, "kRanks": ranks}
+    if tokens <= 32 and arch.clusters_of_16 and warps <= (24 if hc == 2 else 16):  # more spill
         each = cluster_tokens(tokens)
         clusters = ceil_div(tokens, each)
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
-        block = (hidden // 512 + 1) * 32
+        block = (warps + (warps < 16)) * 32  # a warp for the gates that are only returned
         return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines=defines, why=why), "cluster"
-    clusters = stream_clusters(tokens, arch.clusters_of_8, post=op == 2, norm=b.has("rms_weight"))
+    clusters = stream_clusters(tokens, resident(ranks, arch), post=op == 2, norm=b.has("rms_weight"))
     smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
-    why = f"{clusters} persistent clusters of 8 blocks stream tiles of 8 tokens through shared memory, weights in registers"
-    return Launch((8 * clusters, 1, 1), (512, 1, 1), smem, cluster=8, pdl=True, defines=defines, why=why), "stream"
+    why = f"{clusters} persistent clusters of {ranks} blocks stream tiles of 8 tokens through shared memory, weights in registers"
+    return Launch((ranks * clusters, 1, 1), (512, 1, 1), smem, cluster=ranks, pdl=True, defines=defines, why=why), "stream"
 
 
 def _variant(entry: str, kind: str) -> Variant:

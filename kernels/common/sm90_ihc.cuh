@@ -1,10 +1,13 @@
 // The arithmetic of the sm_90a iHC kernels. Both kernels (cluster and stream) call these pieces in the same order on
 // the same slices, so that a token's bits depend neither on the batch nor on the kernel that ran.
 //
-// Slices. The hidden axis is cut into groups of 32 columns; a unit is (group, half of the channels). One warp runs a
-// unit as one chain of mma.m16n8k16 from a zero sum, for 8 tokens. Units are added in sequence in chunks of
-// hidden / 1024, the 64 chunks of a token in a balanced binary tree:
-//   dot = tree over 64 chunks ( ((unit 0 + unit 1) + unit 2) + ... ).
+// Slices. A row is cut into kRanks shares of neighbouring columns, one for each block of the streaming kernel's
+// cluster. A share is cut into groups of 32 columns; a unit is (group, half of the channels). One warp runs a unit as
+// one chain of mma.m16n8k16 from a zero sum, for 8 tokens. Units are added in sequence in chunks, 8 in a share, and the
+// chunks of a token in a balanced binary tree:
+//   dot = tree over 8 kRanks chunks ( ((unit 0 + unit 1) + unit 2) + ... ).
+// Where the columns do not fill their groups, or the units their chunks, the last ones are short or empty: zeros there.
+// A part is a 16th of the chunks, what a block of the kernel for few tokens works on.
 //
 // Operands. A = weight rows (8 outputs; rows that an op lacks are zero), B = 8 tokens of x, exact in their own dtype.
 // The order of k inside a block of 32 is free, so lane (g, t) = (lane / 4, lane % 4) takes 8 neighbouring columns at
@@ -25,7 +28,6 @@ namespace hccupy {
 
 constexpr int kTileTokens = 8;
 constexpr int kOutputs = 8;
-constexpr int kChunks = 64;
 // What a slice says about a tile: dots [8 tokens][8 outputs], then the sums of squares [8 tokens].
 constexpr int kPartials = kTileTokens * kOutputs + kTileTokens;
 
@@ -326,22 +328,41 @@ struct IhcArguments {
 
 // Baked values of one kernel.
 template <int kOp_, int kHc_, int kHidden_, int kXDtype_, int kNormDtype_, bool kHasNorm_, bool kRoundBeforeNorm_,
-          int kVec_>
+          int kVec_, int kRanks_>
 struct IhcShape {
   static constexpr int kOp = kOp_, kHc = kHc_, kHidden = kHidden_, kXDtype = kXDtype_, kNormDtype = kNormDtype_,
-                       kVec = kVec_;
+                       kVec = kVec_, kRanks = kRanks_;
   static constexpr bool kHasNorm = kHasNorm_, kRoundBeforeNorm = kRoundBeforeNorm_;
   static constexpr bool kPost = kOp == kPostPre;
   static constexpr int kUsedOutputs = kOp == kHead ? kHc : 2 * kHc;
-  static constexpr int kHalf = kHc / 2;               // channels of a unit = its blocks
-  static constexpr int kChunkUnits = kHidden / 1024;  // units of a chunk
+  static constexpr int kHalf = (kHc + 1) / 2;          // channels of a unit = its blocks
+  static constexpr int kPostRow = kHc == 3 ? 4 : kHc;  // row of A with the weights of the first post gate
+  static constexpr int kColumns = kHidden / kRanks;    // of a share
+  static constexpr int kShareChunks = 8, kPartChunks = kRanks / 2;
+  // Units of a chunk: as many as a share needs, and whole groups in a part.
+  static constexpr int kLeastUnits = ((kColumns + 31) / 32 * 2 + kShareChunks - 1) / kShareChunks;
+  static constexpr int kChunkUnits = kLeastUnits + kPartChunks * kLeastUnits % 2;
+  static constexpr int kShareGroups = kShareChunks * kChunkUnits / 2, kPartGroups = kPartChunks * kChunkUnits / 2;
+  static constexpr bool kPadded = kShareGroups * 32 != kColumns;  // the last groups of a share are short or empty
   static constexpr long long kDepth = static_cast<long long>(kHc) * kHidden;
-  static_assert(kHc == 2 || kHc == 4, "8 rows of A hold the outputs of 2 or 4 channels");
-  static_assert(kHidden % 1024 == 0, "64 chunks of whole units: hidden is a multiple of 1024");
+  static_assert(2 <= kHc && kHc <= 4, "8 rows of A hold the outputs of up to 4 channels");
+  static_assert(kRanks == 2 || kRanks == 4 || kRanks == 8 || kRanks == 16, "16 parts of a row, whole ones in a share");
+  static_assert(kHidden % (8 * kRanks) == 0, "a share is a whole number of 16-byte pieces");
   static_assert(kXDtype == kBfloat16 || kXDtype == kFloat16, "x must be an operand of mma: bfloat16 or float16");
 
   using Weights = UnitWeights<kXDtype, kHalf>;
-  using Sums = UnitSums<kHalf == 2 && kHidden <= 6144 ? 2 : 1>;
+  using Sums = UnitSums<kHalf == 2 && kChunkUnits <= 6 ? 2 : 1>;
+
+  // The first column of a group of the row (counted with the empty ones), and whether lane t has columns of it.
+  static __device__ __forceinline__ int column_of(int group) {
+    if constexpr (kPadded)
+      return group / kShareGroups * kColumns + group % kShareGroups * 32;
+    else
+      return group * 32;
+  }
+  static __device__ __forceinline__ bool has(int group, int t) {
+    return !kPadded || group % kShareGroups * 32 + t * 8 < kColumns;
+  }
 
   // This lane's weights of unit `unit` of the row: group unit / 2, channels (unit % 2) * kHalf and up.
   static __device__ __forceinline__ void load_unit(const float* w, int unit, int lane, float (&values)[kHalf][8]) {
@@ -350,9 +371,10 @@ struct IhcShape {
     for (int b = 0; b < kHalf; ++b) {
 #pragma unroll
       for (int k = 0; k < 8; ++k) values[b][k] = 0.0f;
-      const int channel = (unit & 1) * kHalf + b;
-      if (g < kUsedOutputs)
-        load_weights<kVec == 8>(w + g * kDepth + channel * kHidden + (unit >> 1) * 32 + t * 8, values[b]);
+      const int channel = (unit & 1) * kHalf + b, group = unit >> 1;
+      const int output = kPostRow > kHc && g >= kPostRow ? g - kPostRow + kHc : g;
+      if (output < kUsedOutputs && (kPostRow == kHc || (channel < kHc && g != kHc)) && has(group, t))
+        load_weights<kVec == 8>(w + output * kDepth + channel * kHidden + column_of(group) + t * 8, values[b]);
     }
   }
 };

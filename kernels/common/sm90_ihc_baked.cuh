@@ -5,7 +5,7 @@
 namespace hccupy {
 namespace baked {
 constexpr int op = kOp;  // 0 ihc_pre, 1 ihc_head, 2 ihc_post_pre
-constexpr int hc = kHc, hidden = kHidden, x_dtype = kXDtype, vec = kVec;
+constexpr int hc = kHc, hidden = kHidden, x_dtype = kXDtype, vec = kVec, ranks = kRanks;
 constexpr bool has_rms_weight = kHasRmsWeight, round_before_norm = kRoundBeforeNorm;
 constexpr int rms_weight_dtype = kRmsWeightDtype;
 }  // namespace baked
@@ -23,6 +23,7 @@ constexpr int rms_weight_dtype = kRmsWeightDtype;
 #undef kHidden
 #undef kXDtype
 #undef kVec
+#undef kRanks
 #undef kHasRmsWeight
 #undef kRmsWeightDtype
 #undef kRoundBeforeNorm
@@ -31,5 +32,5 @@ constexpr int rms_weight_dtype = kRmsWeightDtype;
 
 namespace hccupy {
 using BakedShape = IhcShape<baked::op, baked::hc, baked::hidden, baked::x_dtype, baked::rms_weight_dtype,
-                            baked::has_rms_weight, baked::round_before_norm, baked::vec>;
+                            baked::has_rms_weight, baked::round_before_norm, baked::vec, baked::ranks>;
 }  // namespace hccupy

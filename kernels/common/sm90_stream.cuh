@@ -1,15 +1,17 @@
 // The streaming iHC kernel's shared memory: sizes, rings, barriers, and how tokens are dealt to clusters.
 //
-// A tile is up to 8 tokens; block `rank` of a cluster of 8 owns hidden / 8 columns of all channels. Each warp has one
-// job and barriers in shared memory link them, so that the mma warps run tiles ahead of the apply warps:
+// A tile is up to 8 tokens; block `rank` of a cluster owns an equal share of the columns, of all channels. Each warp
+// has one job and barriers in shared memory link them, so that the mma warps run tiles ahead of the apply warps:
 //
 // * mma, 8 warps: a chunk each, dots and squares; post_pre: y in place.
 //   Waits for full, partials_empty; tells partials_full, empty, y_full.
 // * apply, 4 warps: z of a token each, then of another; norm: squares told.
 //   Waits for gates_full, norm_full; tells empty.
 // * loader: makes the ring's barriers, bulk copies x into the stages. Waits for empty; tells full (bytes).
-// * gates: makes the other barriers; adds the 8 chunks, tells block n of token n, works out the gates of its own token
-//   and tells them to all. Waits for partials_full, slot_full (bytes); tells partials_empty, gates_full (bytes).
+// * gates: makes the other barriers; adds the 8 chunks, tells the block that has the token (kOwn), works out the gates
+// of
+//   its own tokens and tells them to all. Waits for partials_full, slot_full (bytes); tells partials_empty, gates_full
+//   (bytes).
 // * storer: post_pre: bulk copies y to memory. Waits for y_full; tells empty.
 // * asker: asks L2 for x of small batches (post_pre: also for the first tiles of large ones) before the previous kernel
 //   ends.
@@ -32,20 +34,21 @@ struct StreamLayout {
   using Shape = BakedShape;
   static constexpr int kHc = Shape::kHc, kXDtype = Shape::kXDtype, kVec = Shape::kVec;
   static constexpr bool kPost = Shape::kPost, kHasNorm = Shape::kHasNorm;
-  static constexpr int kRanks = 8;
+  static constexpr int kRanks = Shape::kRanks;
   static constexpr int kMmaWarps = 8, kApplyWarps = 4;
   static constexpr int kThreads = 512, kBlocks = 1;
-  static constexpr int kColumns = Shape::kHidden / kRanks;
+  static constexpr int kColumns = Shape::kColumns;
   static constexpr int kUnits = Shape::kChunkUnits;  // of one mma warp: a chunk
   static constexpr int kRowBytes = 2 * kColumns;
   // 64 bytes past a multiple of 128: the 8 lanes of a 16-byte access phase are 2 tokens x 64 bytes, on different banks.
-  static constexpr int kTokenBytes = kHc * kRowBytes + 64;
-  static constexpr int kPostBytes = kRowBytes + 64;
+  static constexpr int kTokenBytes = (kHc * kRowBytes + 127) / 128 * 128 + 64;
+  static constexpr int kPostBytes = (kRowBytes + 127) / 128 * 128 + 64;
   static constexpr int kStageBytes = kTileTokens * (kTokenBytes + (kPost ? kPostBytes : 0));
   static constexpr int kTokenQuads = 3;  // what a slice says of a token, 4 floats each: dots, dots, sum of squares
   static constexpr int kQuads = kTileTokens * kTokenQuads, kDotQuads = 2 * kTileTokens;
-  static constexpr int kSlotBytes = kRanks * kTokenQuads * 16;
-  static_assert(kRanks == kTileTokens, "block n works out the gates of token n");
+  // Block n works out the gates of token n; of fewer than 8 blocks, of tokens n, n + kRanks, ...; of 16, the first 8.
+  static constexpr int kOwn = kRanks < kTileTokens ? kTileTokens / kRanks : 1;
+  static constexpr int kSlotBytes = kOwn * kRanks * kTokenQuads * 16;
   // Two slots suffice: a peer tells tile n only after it has read slot n - 1, which needed this block's part, told
   // after this block had read slot n - 2.
   static constexpr int kSlots = 2;
@@ -66,7 +69,7 @@ struct StreamLayout {
                                 kWeightRegisters > 96;  // rows copied by lanes take registers of the loader
   // 64K registers of an SM: 256 mma threads, 128 of apply, 128 helpers. Norm without post: the apply warps are the
   // bottleneck and work at two tokens at once, for which 80 registers are too few. Elsewhere no split differs by 1 %.
-  static constexpr bool kApplyBound = kHasNorm && !kPost && !kWide;
+  static constexpr bool kApplyBound = kHasNorm && !kPost && !kWide && kUnits <= (Shape::kPadded ? 5 : kNarrow ? 8 : 6);
   static constexpr int kMmaRegisters = kWide ? 208 : kRows ? 176 : kNarrow || kApplyBound ? 192 : 200;
   static constexpr int kHelperRegisters = kRows ? 56 : 40;
   static constexpr int kApplyRegisters = 512 - 2 * kMmaRegisters - kHelperRegisters;
@@ -78,7 +81,7 @@ struct StreamLayout {
 
   char* stages;        // [kStages][kStageBytes]: tokens of x (post_pre: residual, then y), then post_pre's x
   float* partials;     // [2][kMmaWarps][kQuads][4]: dots of 8 tokens, then squares
-  float* slots;        // [kSlots][kRanks][kTokenQuads][4]: of this block's token
+  float* slots;        // [kSlots][kOwn][kRanks][kTokenQuads][4]: of this block's tokens
   float* gates;        // [kStages][kTileTokens][kHc]: pre gates
   float* h_in;         // [kStages][kTileTokens][kHc]: post_pre's h_post
   float* norm_weight;  // [kColumns]

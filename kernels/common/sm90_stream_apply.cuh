@@ -10,9 +10,10 @@
 namespace hccupy {
 
 struct StreamApply : StreamLayout {
-  // Lanes 0-15 take the first half of the block's columns (a 16th of the row), 16 octets at a time, lanes 16-31 the
-  // second half.
-  static constexpr int kHalfOctets = kColumns / 16, kSteps = (kHalfOctets + 15) / 16;
+  // kPartLanes lanes take a part of the block's columns (a 16th of the row), as many octets at a time.
+  static constexpr int kPartLanes = 2 * kRanks, kPartOctets = 4 * Shape::kPartGroups;
+  static constexpr int kSteps = (kPartOctets + kPartLanes - 1) / kPartLanes;
+  static constexpr int kLastOctets = kColumns / 8 - (32 / kPartLanes - 1) * kPartOctets;  // of the part with fewest
   static constexpr bool kKeeps = kHasNorm && Shape::kRoundBeforeNorm;  // unrounded, z has no room: it is mixed twice
   // Both tokens written out, so that the compiler works at both, and z kept in registers: where the apply warps are the
   // bottleneck. One after the other a tile took them 1.8 us: 1024 tokens 22.6 -> 21.9, 4096 70.8 -> 69.2.
@@ -21,13 +22,18 @@ struct StreamApply : StreamLayout {
   static constexpr int kStepsAtOnce = kWide && kHasNorm && !kPost ? 2 : kSteps;
   static_assert(kApplyWarps == kHalfTokens, "a warp has one token of each half tile");
 
-  // Has this lane an octet in that step? All but the last step are full; idle lanes repeat their first octet and store
-  // nothing.
+  // Has this lane an octet in that step? All but the last steps are full; idle lanes take another's and store nothing.
   __device__ __forceinline__ bool has(int step) const {
-    return 16 * step + 16 <= kHalfOctets || 16 * step + (lane & 15) < kHalfOctets;
+    const int at = kPartLanes * step + (lane & (kPartLanes - 1));
+    if (kPartLanes * step + kPartLanes <= kLastOctets) return true;
+    return at < kPartOctets && (!Shape::kPadded || part_start() + at < kColumns / 8);
   }
+  __device__ __forceinline__ int part_start() const { return kPartLanes == 32 ? 0 : lane / kPartLanes * kPartOctets; }
   __device__ __forceinline__ int octet(int step) const {
-    return (lane >> 4) * kHalfOctets + (lane & 15) + (has(step) ? 16 * step : 0);
+    const int first = part_start() + (lane & (kPartLanes - 1));
+    if (Shape::kPadded && kPartLanes * step + kPartLanes > kLastOctets)
+      return min(first + kPartLanes * step, kColumns / 8 - 1);
+    return first + (has(step) ? kPartLanes * step : 0);
   }
 
   struct Token {
@@ -116,15 +122,17 @@ struct StreamApply : StreamLayout {
     using N = Element<Shape::kNormDtype>;
     const N::Type* from = static_cast<const N::Type*>(a.rms_weight) + rank * kColumns;
     // The first halves of the octets, then the second halves: lanes side by side read from different banks.
-    constexpr int kApplyThreads = kApplyWarps * 32, kLoads = kColumns / kApplyThreads;
-    static_assert(kLoads * kApplyThreads == kColumns, "each thread loads as many");
+    constexpr int kApplyThreads = kApplyWarps * 32, kLoads = (kColumns + kApplyThreads - 1) / kApplyThreads;
+    const auto has = [&](int n) {
+      return (n + 1) * kApplyThreads <= kColumns || n * kApplyThreads + thread < kColumns;
+    };
     float weights[kLoads];  // all asked for at once: one after the other they came 3 us later
 #pragma unroll
-    for (int n = 0; n < kLoads; ++n) weights[n] = N::to_float(from[n * kApplyThreads + thread]);
+    for (int n = 0; n < kLoads; ++n) weights[n] = has(n) ? N::to_float(from[n * kApplyThreads + thread]) : 0.0f;
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
       const int k = n * kApplyThreads + thread;
-      norm_weight[(k & 4) * (kColumns / 8) + (k >> 3) * 4 + (k & 3)] = weights[n];
+      if (has(n)) norm_weight[(k & 4) * (kColumns / 8) + (k >> 3) * 4 + (k & 3)] = weights[n];
     }
     asm volatile("bar.sync 1, %0;" ::"n"(kApplyThreads) : "memory");
   }
@@ -167,6 +175,17 @@ struct StreamApply : StreamLayout {
     return sum;
   }
 
+  // The tree of kCount neighbours in shared memory.
+  template <int kCount>
+  static __device__ __forceinline__ float sum_of(const float* from) {
+    if constexpr (kCount == 2)
+      return from[0] + from[1];
+    else if constexpr (kCount == 4)
+      return across(*reinterpret_cast<const float4*>(from));
+    else
+      return sum_of<kCount / 2>(from) + sum_of<kCount / 2>(from + kCount / 2);
+  }
+
   // Two slots and barriers suffice: a peer tells tile n + 2 only after it has had the sums of n + 1 from all warps of
   // this block, and each of them had waited for those of n before it told n + 1.
   __device__ __forceinline__ void apply_tiles_norm(const IhcArguments& a, int warp) const {
@@ -194,7 +213,7 @@ struct StreamApply : StreamLayout {
       float sum = (odd ? high : low) + __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
 #pragma unroll
       for (int mask = 2; mask < 32; mask *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-      // Lane 2 n + half, n < 8, tells block n.
+      // Lane 2 n + half, n < kRanks, tells block n.
       float* const slots = norm_slots + (pair.index * kTileTokens + (odd ? kHalfTokens : 0) + warp) * kRanks;
       Barrier* const told = norm_full + pair.index;
       if (lane < 2 * kRanks)
@@ -203,9 +222,8 @@ struct StreamApply : StreamLayout {
       barrier_wait_cluster(told, pair.parity);
       if (warp == 0 && lane == 0) barrier_expect(told, kNormBytes);
       const auto inverse_of = [&](int half) {
-        const float4* const sums = reinterpret_cast<const float4*>(
-            norm_slots + (pair.index * kTileTokens + half * kHalfTokens + warp) * kRanks);
-        return norm_inverse<Shape::kHidden>(across(sums[0]) + across(sums[1]), a.rms_eps);
+        const float* const sums = norm_slots + (pair.index * kTileTokens + half * kHalfTokens + warp) * kRanks;
+        return norm_inverse<Shape::kHidden>(sum_of<kRanks>(sums), a.rms_eps);
       };
       const float inverse_low = inverse_of(0), inverse_high = inverse_of(1);
 #pragma unroll kStepsAtOnce

@@ -10,7 +10,9 @@ struct StreamCopy : StreamLayout {
   __device__ __forceinline__ void copy_row(char* to, const char* from) const {
     using Word = typename WordOf<2 * kVec>::Type;
     constexpr int kWords = kRowBytes / (2 * kVec);
-#pragma unroll 8
+    constexpr bool kEven = kRanks == 8 && kColumns <= 896 && kWords % 32 == 0;
+    constexpr int kAtOnce = kEven ? 8 : kVec == 4 ? 2 : 4;  // more spill
+#pragma unroll kAtOnce
     for (int k = lane; k < kWords; k += 32) reinterpret_cast<Word*>(to)[k] = reinterpret_cast<const Word*>(from)[k];
   }
 
@@ -45,16 +47,20 @@ struct StreamCopy : StreamLayout {
     }
   };
 
-  // Before the wait for the previous grid, which may still be making x: L2 fetches the first round of tiles, a token a
-  // block, and stays coherent. Small batches alone: memory would serve it before the weights, and the copy engine takes
-  // 0.8 us for it (512 tokens: none 12.3, one round 12.8, four 15.7 us; 64 tokens 5.0 and 4.6).
+  // Before the wait for the previous grid, which may still be making x: L2 fetches the first round of tiles, kOwn
+  // tokens a block, and stays coherent. Small batches alone: memory would serve it before the weights, and the copy
+  // engine takes 0.8 us for it (512 tokens: none 12.3, one round 12.8, four 15.7 us; 64 tokens 5.0 and 4.6).
   static __device__ __forceinline__ void prefetch_token(const IhcArguments& a) {
     if (kVec == 8 && elect_lane() && blockIdx.x < a.tokens && a.tokens <= 3 * kTileTokens * gridDim.x / kRanks) {
       const Source from(a, 0);
-      const long long token = blockIdx.x;
 #pragma unroll
-      for (int channel = 0; channel < kHc; ++channel) bulk_prefetch(from.row(token, channel), 2 * Shape::kHidden);
-      if constexpr (kPost) bulk_prefetch(a.x + 2 * token * a.x_tokens, 2 * Shape::kHidden);
+      for (int own = 0; own < kOwn; ++own) {
+        const long long token = blockIdx.x + static_cast<long long>(own) * gridDim.x;
+        if (own > 0 && token >= a.tokens) break;
+#pragma unroll
+        for (int channel = 0; channel < kHc; ++channel) bulk_prefetch(from.row(token, channel), 2 * Shape::kHidden);
+        if constexpr (kPost) bulk_prefetch(a.x + 2 * token * a.x_tokens, 2 * Shape::kHidden);
+      }
     }
     __syncwarp();
   }

@@ -7,14 +7,22 @@
 namespace hccupy {
 
 struct StreamSums : StreamLayout {
+  static constexpr bool kMasked = Shape::kPadded || 2 * Shape::kHalf != kHc;  // not all octets are there
+  static constexpr bool kAnew = kMasked && kWide;  // no register for what can be read anew: 16 bytes spilled
   static constexpr int kUnitsAtOnce = kWeightRegisters <= 96 && !kPost ? 2 : 1;
+
+  static __device__ __forceinline__ unsigned int grid_rows() {
+    unsigned int rows;
+    asm volatile("mov.u32 %0, %%nctaid.y;" : "=r"(rows));
+    return rows;
+  }
 
   __device__ __forceinline__ void multiply_tiles(const IhcArguments& a) {
     const int first_unit = (block_in_cluster() * kMmaWarps + (fresh_thread() >> 5)) * kUnits;
     // The grid has one row, but the compiler does not know, so that a test of it ends a basic block: without that,
     // ptxas interleaves the units until weights spill (64 bytes at every register count tried, 200 to 240).
-    unsigned int rows;
-    asm volatile("mov.u32 %0, %%nctaid.y;" : "=r"(rows));
+    const unsigned int rows = grid_rows();
+    const auto never = [&](unsigned int n) { return (kAnew ? grid_rows() : rows) == n; };
     Shape::Weights weights[kUnits];
     {
       float values[kUnits][Shape::kHalf][8];
@@ -28,7 +36,7 @@ struct StreamSums : StreamLayout {
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         weights[u].split(values[u]);
-        if (rows == 100 + u) return;
+        if (never(100 + u)) return;
         if (u + 1 < kUnits) Shape::load_unit(a.w, first_unit + u + 1, lane, values[u + 1]);
       }
     }
@@ -45,13 +53,18 @@ struct StreamSums : StreamLayout {
         return reinterpret_cast<uint4*>(stage + g * kTokenBytes + ((unit & 1) * Shape::kHalf + b) * kRowBytes +
                                         (unit >> 1) * 64 + t * 16);
       };
+      const auto has = [&](int u, int b) {
+        const int again = kAnew ? fresh_thread() : thread, unit = (again >> 5) * kUnits + u;
+        return (unit >> 1) * 32 + (again & 3) * 8 < kColumns && (unit & 1) * Shape::kHalf + b < kHc;
+      };
+      const auto x_of = [&](int u, int b) { return !kMasked || has(u, b) ? *place(u, b) : uint4{}; };
       float4 total;
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         Shape::Sums sums;
         uint4 v[Shape::kHalf];
 #pragma unroll
-        for (int b = 0; b < Shape::kHalf; ++b) v[b] = *place(u, b);
+        for (int b = 0; b < Shape::kHalf; ++b) v[b] = x_of(u, b);
         if constexpr (kPost) {
           const int unit = warp * kUnits + u;
           const float* h = h_in + (index * kTileTokens + g) * kHc + (unit & 1) * Shape::kHalf;
@@ -61,6 +74,7 @@ struct StreamSums : StreamLayout {
               post);
 #pragma unroll
           for (int b = 0; b < Shape::kHalf; ++b) {
+            if (kMasked && !has(u, b)) continue;  // as it is: zero
             v[b] = post_octet<kXDtype>(post, v[b], h[b]);
             *place(u, b) = v[b];
           }
@@ -69,12 +83,12 @@ struct StreamSums : StreamLayout {
         for (int b = 0; b < Shape::kHalf; ++b) {
           sums.add(weights[u], b, v[b]);
           if (kWide && b + 1 < Shape::kHalf) {
-            if (rows == 300 + u) return;
-            v[b + 1] = *place(u, b + 1);
+            if (never(300 + u)) return;
+            v[b + 1] = x_of(u, b + 1);
           }
         }
         total = u == 0 ? sums.result(weights[u]) : total + sums.result(weights[u]);
-        if (u % kUnitsAtOnce == kUnitsAtOnce - 1 && rows == 200 + u) return;
+        if (u % kUnitsAtOnce == kUnitsAtOnce - 1 && never(200 + u)) return;
       }
       if constexpr (kPost) {
         fence_bulk();
@@ -102,18 +116,29 @@ struct StreamSums : StreamLayout {
       const float4 low = (chunk(0) + chunk(1)) + (chunk(2) + chunk(3));
       const float4 sum = low + ((chunk(4) + chunk(5)) + (chunk(6) + chunk(7)));  // of squares, x alone counts
       const int token = lane < kDotQuads ? lane >> 1 : lane - kDotQuads;
-      const int quad = (pair * kRanks + rank) * kTokenQuads + (lane < kDotQuads ? lane & 1 : 2);
-      store_peer(peer_address(shared_address(slots + 4 * quad), token), sum,
-                 peer_address(shared_address(&slot_full[pair]), token));
+      const int owner = kOwn == 1 ? token : token % kRanks, place = kOwn == 1 ? pair : pair * kOwn + token / kRanks;
+      const int quad = (place * kRanks + rank) * kTokenQuads + (lane < kDotQuads ? lane & 1 : 2);
+      store_peer(peer_address(shared_address(slots + 4 * quad), owner), sum,
+                 peer_address(shared_address(&slot_full[pair]), owner));
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(&partials_empty[pair]);
   }
 
-  // This block has token `rank` of each tile. Lane 4 n + i: pre gate i for block n; the post gates of lanes 0 to hc - 1
-  // are returned.
+  template <int kCount, class Of>
+  static __device__ __forceinline__ float tree_of(Of of, int first = 0) {
+    if constexpr (kCount == 2)
+      return of(first) + of(first + 1);
+    else
+      return tree_of<kCount / 2>(of, first) + tree_of<kCount / 2>(of, first + kCount / 2);
+  }
+
+  // This block has token `rank` of each tile (kOwn: and others). Lane 4 n + i: pre gate i for block n % kRanks (and n +
+  // 8); the post gates of block 0's lanes are returned.
   __device__ __forceinline__ void make_gates(const IhcArguments& a) const {
-    const int i = lane & 3, peer = lane >> 2;
+    const int i = lane & 3, peer = kOwn == 1 ? lane >> 2 : (lane >> 2) % kRanks,
+              own = kOwn == 1 ? 0 : lane / (4 * kRanks);
+    const int token = kOwn == 1 ? rank : rank + own * kRanks;
     const bool used = i < kHc;
     const GateScales pre = GateScales::of<kHc>(i, used, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
     const GateScales post =
@@ -124,24 +149,40 @@ struct StreamSums : StreamLayout {
       const Turn<kSlots> pair(tile);
       barrier_wait(&partials_full[pair.index], pair.parity);
       if (lane == 0) barrier_expect(&gates_full[turn.index], kGateBytes);  // its last gates are read: x came anew
+      if (kRanks > kTileTokens && rank >= kTileTokens) {
+        // No token, so nothing else holds it back: a slot is free once the gates of its last tile are told.
+        if (tile >= kSlots) {
+          const Turn<kStages> last(tile - kSlots);
+          barrier_wait_cluster(&gates_full[last.index], last.parity);
+        }
+        push_sums(pair.index);
+        continue;
+      }
       push_sums(pair.index);
       barrier_wait_cluster(&slot_full[pair.index], pair.parity);
       if (lane == 0) barrier_expect(&slot_full[pair.index], kSlotBytes);
-      const float* from = slots + 4 * pair.index * kRanks * kTokenQuads;
+      const float* from = slots + 4 * (kOwn == 1 ? pair.index : pair.index * kOwn + own) * kRanks * kTokenQuads;
       const auto tree = [&](int place) {
-        const auto of = [&](int r) { return from[4 * r * kTokenQuads + place]; };
-        const float low = (of(0) + of(1)) + (of(2) + of(3));
-        return low + ((of(4) + of(5)) + (of(6) + of(7)));
+        return tree_of<kRanks>([&](int r) { return from[4 * r * kTokenQuads + place]; });
       };
       const float squares = tree(kOutputs);
       const float gate = pre.gate<static_cast<int>(Shape::kDepth)>(tree(i), squares, a.norm_eps);
       const int2 place = places[turn.index];  // before the gates are told: then the stage may be loaded anew
-      if (used)
-        store_peer(peer_address(shared_address(gates + (turn.index * kTileTokens + rank) * kHc + i), peer), gate,
-                   peer_address(shared_address(&gates_full[turn.index]), peer));
-      if (Shape::kOp != kHead && lane < kHc && rank < place.y)
-        a.h_next[(place.x + rank) * a.h_next_tokens + i] =
-            post.gate<static_cast<int>(Shape::kDepth)>(tree(kHc + i), squares, a.norm_eps);
+      const int post_row = Shape::kPostRow + i;
+      float post_dot = 0.0f;
+      if constexpr (kRanks > kTileTokens) {  // before, too: then the blocks without a token may write the slot anew
+        post_dot = tree(post_row);
+        __syncwarp();
+      }
+      if (used) {
+#pragma unroll
+        for (int more = 0; more < kRanks; more += kTileTokens)
+          store_peer(peer_address(shared_address(gates + (turn.index * kTileTokens + token) * kHc + i), peer + more),
+                     gate, peer_address(shared_address(&gates_full[turn.index]), peer + more));
+      }
+      if (Shape::kOp != kHead && (kOwn == 1 ? lane < kHc : used && peer == 0) && token < place.y)
+        a.h_next[(place.x + token) * a.h_next_tokens + i] = post.gate<static_cast<int>(Shape::kDepth)>(
+            kRanks > kTileTokens ? post_dot : tree(post_row), squares, a.norm_eps);
     }
   }
 };
