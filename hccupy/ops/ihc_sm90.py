@@ -64,10 +64,9 @@ def weights_fit(hc: int, hidden: int, ranks: int) -> bool:
 def stream_ranks(hc: int, hidden: int) -> int:
     """Blocks of a cluster that streams: the fewest whose registers hold the weights. It fixes the order of the sums.
 
-    A tile of 8 tokens takes a cluster 1.1 us or more whatever its width, so more clusters of fewer blocks are faster.
+    A tile of 8 tokens takes a cluster 1.1 us or more whatever its width, so more clusters of fewer blocks are faster. hc 2, 16384 tokens, us, in
+    clusters of 8 and 4: hidden 4096 127 and 99, 6144 161 and 158, with a norm 241 and 186 (but 64 tokens 3.25 and 3.45).
     """
-    if hc == 2 and hidden in (4096, 5120, 6144, 7168):
-        return 8  # The bits of earlier versions. Clusters of 4: hidden 4096 99 us at 16384 tokens (8: 127), 6144 158 (161), with a norm 186 (241).
     return next((r for r in RANKS if weights_fit(hc, hidden, r)), RANKS[-1])
 
 

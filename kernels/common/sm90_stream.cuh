@@ -69,7 +69,7 @@ struct StreamLayout {
                                 kWeightRegisters > 96;  // rows copied by lanes take registers of the loader
   // 64K registers of an SM: 256 mma threads, 128 of apply, 128 helpers. Norm without post: the apply warps are the
   // bottleneck and work at two tokens at once, for which 80 registers are too few. Elsewhere no split differs by 1 %.
-  static constexpr bool kApplyBound = kHasNorm && !kPost && !kWide && kUnits <= (Shape::kPadded ? 5 : kNarrow ? 8 : 6);
+  static constexpr bool kApplyBound = kHasNorm && !kPost && !kWide && kUnits <= (Shape::kPadded ? 5 : kNarrow ? 7 : 6);
   static constexpr int kMmaRegisters = kWide ? 208 : kRows ? 176 : kNarrow || kApplyBound ? 192 : 200;
   static constexpr int kHelperRegisters = kRows ? 56 : 40;
   static constexpr int kApplyRegisters = 512 - 2 * kMmaRegisters - kHelperRegisters;
