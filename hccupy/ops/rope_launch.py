@@ -200,7 +200,7 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
         count = tokens * parts + more
         grid, block = ((max(ceil_div(count, s.block), 1), 1, 1), (32 * s.block, 1, 1)) if s.block else _blocks(count, arch)
         if s.steps == 2:
-            smem = _two_grids(grid[0], arch)  # never used
+            smem = _two_grids(grid[0], arch)  # asked for, so that no more fit; nothing uses it
         how = f"{s.steps} KB each"
     written = [b.aligned[n] for n in ("q", "key_cache", "value_cache", "out_k", "out_v") if n in b.aligned]
     weights = [b.aligned[n] for n in ("q_norm_weight", "k_norm_weight") if n in b.aligned]

@@ -125,7 +125,7 @@ MUTATIONS = (
     Mutation("bisection", "wrong request", "empty requests take the rows of the next", PLACE, "right = q_index[node_low + (node_high - node_low) / 2] <= row;", "right = q_index[node_low + (node_high - node_low) / 2] < row;", ROPE),
     Mutation("last-row", "missing tail", "no row is its request's last, so no tail is cleared", PLACE, "row.last = token == h.end - 1;", "row.last = token == h.end;", field("A12_rolled_back_drafts_are_cleared") + ROPE),
     Mutation("tail-slot", "missing tail", "the last slot of the page is not cleared", SLOTS, "a.metadata.block_size - 1 - row.slot", "a.metadata.block_size - 2 - row.slot", field("A12_rolled_back_drafts_are_cleared") + ROPE),
-    Mutation("tail-never-looked", "missing tail", "a stale tail is never looked for", SLOTS, "return behind > 0 && !fresh();", "return false;", BLOCK + ROPE),
+    Mutation("tail-never-looked", "missing tail", "a stale tail is never looked for", SLOTS, "(part == parts - 1 && __any_sync(kFullMask, tail.look() != 0))", "false", BLOCK + ROPE),
     Mutation("tail-share", "missing tail", "the last warp's share of a tail stays", "kernels/common/vectors.cuh", "slot += parts * kBeside, to += step_bytes", "slot += (parts + 1) * kBeside, to += step_bytes", BLOCK + ROPE),
     Mutation("dead-row", "undefined output", "q of a bad row stays undefined where rows lie together", "kernels/common/rope_narrow.cuh", "if (mine && !row.live) clear_row(a, row, token, first, end);", "", ROPE),
     Mutation("tail-of-null", "wrong page", "tails of pages that are not written are cleared", SLOTS, "exists && row.stored && row.last", "exists && row.last", field("A1_A2_reserved_block_stays_zero", "B16_pages_out_of_range_are_skipped")),
