@@ -21,9 +21,12 @@ import torch
 import hccupy
 from hccupy import build, run
 from hccupy.bench import inputs, timing
-from hccupy.bench.run import facts_of, imagined, outputs_for, touched_bytes
+from hccupy.bench.run import cold_sets, facts_of, imagined
 from hccupy.ops import REGISTRY
 from hccupy.provenance import record
+
+from .adapters import MARK
+from .mutations.table import replaced
 
 FILE = "common/rope_place.cuh"
 # What is in the file exactly once, and what is left of it.
@@ -46,9 +49,7 @@ def without(files: dict[str, bytes]) -> dict[str, bytes]:
     """
     text = files[FILE].decode()
     for guard, rest in GUARDS:
-        if text.count(guard) != 1:
-            raise ValueError(f"{guard!r} is {text.count(guard)} times in kernels/{FILE}; change GUARDS in tests/guards.py")
-        text = text.replace(guard, rest)
+        text = replaced(text, guard, rest, f"kernels/{FILE}; change GUARDS in tests/guards.py")
     return files | {FILE: text.encode()}
 
 
@@ -70,9 +71,12 @@ def kernels(files: dict[str, bytes]) -> Iterator[None]:
 
 
 def results(device: dict[str, Any], outs: dict[str, Any], call: Any) -> list[Any]:
-    """The bits of everything that a call writes."""
+    """The bits of everything that a call writes, which holds something else before."""
+    written = [t.view(torch.uint8) for t in (*outs.values(), device["key_cache"], device["value_cache"])]
+    for t in written:
+        t.fill_(MARK)
     call()
-    return [t.clone().view(torch.uint8) for t in (*outs.values(), device["key_cache"], device["value_cache"])]
+    return [t.clone() for t in written]
 
 
 def compare(op: str, name: str) -> list[dict[str, Any]]:
@@ -80,9 +84,9 @@ def compare(op: str, name: str) -> list[dict[str, Any]]:
     spec = REGISTRY[op]
     case = next(c for c in spec.cases if c.name == name)
     _, device, _ = inputs.make(spec, case)
-    moved = spec.bytes_moved(imagined(spec, case))
-    sets = [device] + [inputs.clone(device) for _ in range(timing.sets_for(touched_bytes(device, moved)) - 1)]
-    outs = [outputs_for(spec, getattr(hccupy, op)(**device)) for _ in sets]
+    bound = imagined(spec, case)
+    moved = spec.bytes_moved(bound)
+    sets, outs = cold_sets(spec, device, getattr(hccupy, op)(**device), moved)
     calls, wrote = {}, []
     for how, files in (("as it is", build.sources()), ("guards compiled out", without(build.sources()))):
         with kernels(files):
@@ -94,7 +98,7 @@ def compare(op: str, name: str) -> list[dict[str, Any]]:
     for _ in range(ROUNDS):
         for how, todo in calls.items():
             times[how].append(timing.graph_us(todo, REPLAYS)["us"])
-    facts = facts_of(spec, case, imagined(spec, case))
+    facts = facts_of(spec, case, bound)
     return [{**facts, "how": how, "us": statistics.median(us), "tbps": moved / statistics.median(us) / 1e6} for how, us in times.items()]
 
 

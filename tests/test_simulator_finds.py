@@ -17,6 +17,7 @@ from hccupy.spec import Case
 
 from . import ihc_checks as checks
 from .adapters import CPU
+from .mutations.table import replaced
 from .simulated import SimulatedAdapter, simulate
 from .simulator.sim import KERNELS, SCHEDULES, SimulatorError
 from .test_kernels_overflow import far
@@ -29,9 +30,7 @@ def altered(tmp_path):
     def alter(name, before, after):
         copy = tmp_path / "kernels"
         shutil.copytree(KERNELS, copy)
-        text = (copy / name).read_text()
-        assert text.count(before) == 1, f"{name}: {before!r} is there {text.count(before)} times"
-        (copy / name).write_text(text.replace(before, after))
+        (copy / name).write_text(replaced((copy / name).read_text(), before, after, name))
         return copy
 
     return alter

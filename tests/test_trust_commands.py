@@ -10,11 +10,11 @@ import torch
 
 import hccupy
 from hccupy import arch, build
-from hccupy.bench.run import imagined
+from hccupy.bench.run import imagined, outputs_for
 from hccupy.ops import REGISTRY
 from hccupy.plan import make
 
-from . import guards, sanitize, soak, soak_models
+from . import guards, rope_cases, sanitize, soak, soak_models
 from .adapters import CPU
 
 OUTPUT = """========= COMPUTE-SANITIZER
@@ -131,3 +131,14 @@ def test_the_kernels_compile_without_their_guards(op):
     with guards.kernels(guards.without(files)):
         assert build.identity(made) != key and build.compile_plan(made)[0] != with_guards
     assert build.identity(made) == key and build.sources() is files
+
+
+def test_guards_compare_what_a_call_writes(rng):
+    """A kernel that writes nothing after one that wrote everything is no equal of it."""
+    given = rope_cases.build(rng, lengths=(11, 9), new=(3, 1), dim=64, q_heads=4, kv_heads=2, block_size=16, policy="norm_then_rope")
+    device = {k: CPU[1].put(v) if isinstance(v, np.ndarray) else v for k, v in given.items()}
+    outs = outputs_for(REGISTRY["rope_norm_store_kv"], hccupy.rope_norm_store_kv(**device))
+    wrote = guards.results(device, outs, lambda: hccupy.rope_norm_store_kv(**device, **outs))
+    again = guards.results(device, outs, lambda: hccupy.rope_norm_store_kv(**device, **outs))
+    nothing = guards.results(device, outs, lambda: None)
+    assert all(map(torch.equal, wrote, again)) and not any(map(torch.equal, wrote, nothing))

@@ -104,6 +104,12 @@ def outputs_for(spec: OpSpec, result: Any) -> dict[str, Any]:
     return {str(o.keyword): torch.empty_like(v) for o, v in named if o.keyword and v is not None}
 
 
+def cold_sets(spec: OpSpec, device: dict[str, Any], result: Any, moved: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """As many sets of arguments, `device` the first of them, and of outputs shaped like `result` as make a rotation cold."""
+    count = timing.sets_for(touched_bytes(device, moved))
+    return [device] + [inputs.clone(device) for _ in range(count - 1)], [outputs_for(spec, result) for _ in range(count)]
+
+
 def standard(spec: OpSpec, case: Case) -> bool:
     """Is this the model of the goals? Peers are timed there only; other sizes and layouts are about our own cliffs."""
     model = next(c for c in spec.cases if c.name.startswith("bench"))
@@ -130,11 +136,9 @@ def time_case(
     verify(spec, host, device, index, first if isinstance(first, tuple) else (first,))
     bound = imagined(spec, case)
     moved = spec.bytes_moved(bound)
-    count = timing.sets_for(touched_bytes(device, moved))
-    sets = [device] + [inputs.clone(device) for _ in range(count - 1)]
-    outs = [outputs_for(spec, first) for _ in sets]
+    sets, outs = cold_sets(spec, device, first, moved)
     rate = ceilings[CEILING.get(spec.name, "copy")]
-    base = {**facts_of(spec, case, bound), "bytes": moved, "floor_us": moved / rate / 1e6, "cold": True, "graph": True, "sets": count}
+    base = {**facts_of(spec, case, bound), "bytes": moved, "floor_us": moved / rate / 1e6, "cold": True, "graph": True, "sets": len(sets)}
     records = []
 
     def add(name: str, calls: list[Callable[[], Any]]) -> None:

@@ -21,15 +21,23 @@ class Mutation:
     tests: tuple[str, ...]
 
 
+def replaced(text: str, before: str, after: str, place: str) -> str:
+    """The text with `before`, which must be in it exactly once, as `after`.
+
+    Raises ValueError, with `place` in its words, where it is not.
+    """
+    count = text.count(before)
+    if count != 1 or before == after:
+        raise ValueError(f"{before!r} is {count} times in {place}")
+    return text.replace(before, after)
+
+
 def apply(mutation: Mutation, text: str) -> str:
     """The text with the fault.
 
     Raises ValueError where the text to replace is not there exactly once.
     """
-    count = text.count(mutation.before)
-    if count != 1 or mutation.before == mutation.after:
-        raise ValueError(f"{mutation.id}: {mutation.before!r} is {count} times in {mutation.file}; change the entry in tests/mutations/table.py")
-    return text.replace(mutation.before, mutation.after)
+    return replaced(text, mutation.before, mutation.after, f"{mutation.file}; change the entry {mutation.id} in tests/mutations/table.py")
 
 
 IHC = ("tests/test_kernels_drawn.py::test_ihc", "tests/test_kernels_simulated.py::test_ihc_kernels_against_fp64")
