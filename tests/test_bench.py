@@ -43,6 +43,10 @@ def test_differing_knows_nan_infinity_and_ulps(rng):
     near, far = (inputs.tensor((wide.astype(np.float32) * k).astype(wide.dtype), "cpu") for k in (1.004, 1.03))
     assert run.differing(near, wide, None) == 0.0
     assert run.differing(far, wide, None) > 0.9
+    gates = got[3:, :32].abs() + 1
+    assert run.differing(gates * (1 + 2e-6), gates.numpy(), None) == 0.0
+    assert run.differing(gates * (1 + 3e-5), gates.numpy(), None) == 1.0
+    assert run.differing(gates * (1 + 3e-5), gates.numpy(), None, run.GATES["ihc_post_pre"]) == 0.0
 
 
 @pytest.mark.parametrize("op", [o for o in REGISTRY if any(c.name.startswith("bench") for c in REGISTRY[o].cases)])
