@@ -105,32 +105,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #else
 using Cache = hccupy::Element<kKeyCacheDtype>::Type;
 
-namespace hccupy {
-
-// One warp's share of `slots` neighbouring slots of one cache, 4 accesses a lane at a time.
-template <int kVectorBytes>
-__device__ __forceinline__ void clear_slots(Cache* cache, long long stride_slots, long long stride_heads, int slots,
-                                            int part) {
-  using Slot = Vectors<kAccess, kKvHeads, kVectorBytes>;
-  using Word = typename Slot::Word;
-  constexpr int kDepth = 4;
-  constexpr int kPieces = (Slot::count + 32 * kDepth - 1) / (32 * kDepth);
-  constexpr int kBytes = static_cast<int>(sizeof(Cache));
-#pragma unroll 1
-  for (int unit = part; unit < slots * kPieces; unit += kParts) {
-    char* slot = reinterpret_cast<char*>(cache + unit / kPieces * stride_slots);
-#pragma unroll
-    for (int k = 0; k < kDepth; ++k) {
-      const int at = unit % kPieces * (32 * kDepth) + k * 32 + lane_index();
-      Word zero;
-      memset(&zero, 0, sizeof zero);
-      if (at < Slot::count) store_once(reinterpret_cast<Word*>(slot + Slot::place(at, stride_heads * kBytes)), zero);
-    }
-  }
-}
-
-}  // namespace hccupy
-
 extern "C" __global__ void __launch_bounds__(kThreads)
     zero_kv_tail(Cache* key_cache, Cache* value_cache, const int* seq_lens, const int* block_table,
                  long long key_cache_stride_num_blocks, long long key_cache_stride_block_size,
@@ -164,12 +138,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int page = column < 32 ? __shfl_sync(kFullMask, early, column) : table[column];
   let_next_grid_start();
   if (page < 0 || page >= num_blocks || (kHasNullBlock && page == null_block)) return;
-  constexpr int kBytes = static_cast<int>(sizeof(Cache));
   const int first = seq_len - column * block_size;
-  clear_slots<kHeadDim * kBytes>(key_cache + page * key_cache_stride_num_blocks + first * key_cache_stride_block_size,
-                                 key_cache_stride_block_size, key_cache_stride_kv_heads, block_size - first, part);
-  clear_slots<kVHeadDim * kBytes>(
-      value_cache + page * value_cache_stride_num_blocks + first * value_cache_stride_block_size,
-      value_cache_stride_block_size, value_cache_stride_kv_heads, block_size - first, part);
+  constexpr int kBytes = static_cast<int>(sizeof(Cache));
+  const auto clear = [&](auto vectors, Cache* cache, long long stride_blocks, long long stride_slots,
+                         long long stride_heads) {
+    Cache* slots = cache + page * stride_blocks + first * stride_slots;
+    decltype(vectors)::clear(reinterpret_cast<char*>(slots), stride_heads * kBytes, stride_slots * kBytes,
+                             block_size - first, part, kParts);
+  };
+  clear(Vectors<kAccess, kKvHeads, kHeadDim * kBytes>{}, key_cache, key_cache_stride_num_blocks,
+        key_cache_stride_block_size, key_cache_stride_kv_heads);
+  clear(Vectors<kAccess, kKvHeads, kVHeadDim * kBytes>{}, value_cache, value_cache_stride_num_blocks,
+        value_cache_stride_block_size, value_cache_stride_kv_heads);
 }
 #endif

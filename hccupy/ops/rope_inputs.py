@@ -108,13 +108,16 @@ def inputs_store(case: Case, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def inputs_tail(case: Case, rng: np.random.Generator) -> dict[str, Any]:
-    """Keyword arguments of zero_kv_tail: caches full of random values."""
+    """Keyword arguments of zero_kv_tail: caches full of random values, from the 65th page on those of the first 64 again."""
     a = case.axes
     lengths = rng.integers(0, 4 * a["block_size"], a["requests"])
     metadata, pages = make_metadata(rng, lengths, lengths, a["block_size"])
-    key_cache, value_cache = make_caches(
-        case.options.get("layout", "dense"), lambda s: _draw(rng, s, case.dtype), pages, a["block_size"], a["kv_heads"], a["head_dim"], a["v_head_dim"]
-    )
+
+    def drawn(shape: tuple[int, ...]) -> Any:
+        return np.resize(_draw(rng, (min(shape[0], 64), *shape[1:]), case.dtype), shape)
+
+    layout = case.options.get("layout", "dense")
+    key_cache, value_cache = make_caches(layout, drawn, pages, a["block_size"], a["kv_heads"], a["head_dim"], a["v_head_dim"])
     del metadata["q_index"]
     return {"key_cache": key_cache, "value_cache": value_cache, **metadata, **case.scalars}
 
@@ -228,5 +231,5 @@ CASES_TAIL = (
     _tail("dense", 5, 2, 64, 64, "bfloat16", 16),
     _tail("packed", 3, 1, 192, 128, "float16", 8),
     _tail("interleaved", 9, 3, 72, 72, "float8_e4m3fn", 16),
-    *(_tail("bench", n, 8, 128, 128, "bfloat16", 64) for n in (1, 64, 256, 1024)),
+    *(_tail("bench", n, 8, 128, 128, "bfloat16", 64) for n in (1, 64, 256, 1024, 4096)),
 )

@@ -258,7 +258,8 @@ def launch_zero_kv_tail(b: Bound, arch: Arch) -> Launch:
     """A warp for each slot that a tail can have, or for a few."""
     a = b.axes
     parts = min(1 << max(a["block_size"] - 1, 0).bit_length(), 256)  # a power of two: few distinct binaries
-    # H200, blocks of 64: 64 requests 3.6 us (128 threads 4.1; a warp for two slots 4.2, for four 5.8), 256 9.9 (64 threads 11.2).
+    # H200: 64 requests 3.4 us (128 threads 3.9; a warp for two slots 4.0, for four 4.2), 256 9.5 (64 threads 10.8), 1024 32.8 (64 threads 40; a warp for two
+    # slots 33.1, for four 35).
     threads = 64 if a["requests"] * parts <= 64 * arch.sms else 128
     grid = (max(ceil_div(a["requests"] * parts * 32, threads), 1), 1, 1)
     defines = {"kThreads": threads, "kAccess": min(b.aligned["key_cache"], b.aligned["value_cache"]), "kParts": parts, "kStore": 0}

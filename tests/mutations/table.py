@@ -154,7 +154,7 @@ MUTATIONS = (
     Mutation("store-32-bit", "64-bit offset", "store_kv's page offset in 32 bits", "kernels/store_kv.cu", "static_cast<long long>(page) * cache_stride_num_blocks", "static_cast<int>(page) * static_cast<int>(cache_stride_num_blocks)", FAR),
     Mutation("tail-first", "off by one", "the first slot behind the last token stays", "kernels/store_kv.cu", "const int first = seq_len - column * block_size;", "const int first = seq_len - column * block_size + 1;", TAIL),
     Mutation("tail-column", "bounds guard", "lengths past the block table are believed", "kernels/store_kv.cu", "if (column >= max_blocks) return;", "", TAIL),
-    Mutation("tail-value-page", "wrong page", "V's tail is cleared with K's page stride", "kernels/store_kv.cu", "value_cache + page * value_cache_stride_num_blocks", "value_cache + page * key_cache_stride_num_blocks", TAIL),
+    Mutation("tail-value-page", "wrong page", "V's tail is cleared with K's page stride", "kernels/store_kv.cu", "value_cache, value_cache_stride_num_blocks", "value_cache, key_cache_stride_num_blocks", TAIL),
     Mutation("bf16-ties", "rounding", "the bf16 twin rounds ties away from zero", "kernels/common/ptx.cuh", "bits + 0x7fffu + ((bits >> 16) & 1u)", "bits + 0x8000u", TWINS),
     Mutation("e4m3-saturation", "special values", "e4m3 saturates from 480 on, not from 464", "kernels/common/ptx.cuh", "magnitude >= 0x43e80000u", "magnitude >= 0x43f00000u", TWINS),
     Mutation("e4m3-subnormal", "rounding", "subnormal e4m3 codes are cut off", "kernels/common/ptx.cuh", "float_bits(float_from_bits(magnitude) + 16384.0f) & 0xffu", "static_cast<unsigned int>(float_from_bits(magnitude) * 512.0f)", TWINS),
