@@ -74,6 +74,8 @@ struct IhcKernel {
         wait_for_previous_grid();
         if (helper == 1) StreamSums{at}.make_gates(a);
         if (Shape::kPost && helper == 2) StreamCopy{at}.store_posts(a);
+        if (Layout::kTwoLoaders && helper == 2) StreamCopy{at}.load_odd_tokens(a);
+        if (helper == 3) StreamSums{at}.tell_sums();
       } else {
         StreamCopy r;
         r.place();

@@ -84,9 +84,22 @@ def resident(ranks: int, arch: Arch) -> int:
 def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
     """Clusters that stream so many tokens, of `fit` that run at once.
 
-    Not all where tokens are few: the next grid stands beside this one then, and has its weights when this one ends. Measured with 15 that
-    fit (hidden 6144, microseconds), stated as shares of them. The bits do not depend on it.
+    Not all where tokens are few: the next grid stands beside this one then, and has its weights when this one ends. Measured with 15 clusters of
+    8 blocks that fit (hc 4, hidden 6144, microseconds), stated as shares of them; with 7 of 16 blocks and with 30 and 66 of 4 and 2 where that
+    is said. The bits do not depend on it.
     """
+    if fit < 8:  # hidden 8192: fewer clusters unless that takes a round of tiles more
+        if tokens <= 2 * TILE * (fit - 2):
+            wanted = fit - 2  # at 40 tokens: pre 5 clusters 4.31, 3 4.39, 7 5.05; with a norm 4.93 and 5.65 (4); post_pre 4.95 and 5.67 (4)
+        elif tokens <= 3 * TILE * (fit - 1):
+            wanted = fit - 1  # at 128 tokens: pre 6 clusters 6.68, 5 7.35, 7 7.78; post_pre 8.64, 9.85, 10.0
+        else:
+            wanted = fit  # pre at 256 tokens: 7 clusters 9.56, 6 10.15
+        return max(1, wanted)
+    if fit >= 30 and tokens <= 3 * TILE * (fit - 2):
+        # hc 2, hidden 6144 at 64 tokens: post_pre 15 clusters 4.56, 10 4.74; at 128 28 5.53, 15 6.66, pre 4.27 and 4.82. hc 4, hidden 1024: post_pre
+        # at 64 33 clusters 3.09, 10 3.75; pre at 512 64 4.11, 33 4.53.
+        return fit // 2 if tokens <= TILE * (fit // 2) else fit - 2
     longer = post or norm  # a tile takes longer
     two_tiles = ceil_div(fit, 2) if longer else fit // 2
     if tokens <= TILE * ceil_div(fit, 2):  # one tile each
@@ -100,9 +113,9 @@ def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
         wanted = two_tiles  # pre at 112 tokens: 7 clusters 5.4, 8 5.9, 14 5.4
     elif tokens <= 3 * TILE * (fit - 2):
         wanted = fit - 2  # two of the next grid get in. 256 tokens: pre 13 clusters 8.14, 12 8.20, 15 9.0
-    elif norm and not post and fit >= 8 and tokens <= 5 * TILE * (fit - 2):
+    elif norm and not post and tokens <= 5 * TILE * (fit - 2):
         wanted = fit - 2  # at 512 tokens: 15 clusters 13.5, 14 13.2, 13 13.0
-    elif not longer and fit >= 8 and tokens <= 5 * TILE * (fit - 1):
+    elif not longer and tokens <= 5 * TILE * (fit - 1):
         wanted = fit - 1  # pre at 512 tokens: 15 clusters 12.25, 14 11.98, 13 12.06
     else:
         wanted = fit

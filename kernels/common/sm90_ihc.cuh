@@ -239,6 +239,14 @@ __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
 }
 // The tree of four neighbours, in a lane.
 __device__ __forceinline__ float across(float4 v) { return (v.x + v.y) + (v.z + v.w); }
+// The balanced tree of of(0), of(1), ...: kCount of them, a power of two.
+template <int kCount, class Of>
+__device__ __forceinline__ float tree_of(Of of, int first = 0) {
+  if constexpr (kCount == 1)
+    return of(first);
+  else
+    return tree_of<kCount / 2>(of, first) + tree_of<kCount / 2>(of, first + kCount / 2);
+}
 __device__ __forceinline__ float4 shuffle_xor(float4 a, int mask) {
   return float4{__shfl_xor_sync(0xffffffffu, a.x, mask), __shfl_xor_sync(0xffffffffu, a.y, mask),
                 __shfl_xor_sync(0xffffffffu, a.z, mask), __shfl_xor_sync(0xffffffffu, a.w, mask)};

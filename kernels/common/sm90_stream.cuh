@@ -8,13 +8,13 @@
 // * apply, 4 warps: z of a token each, then of another; norm: squares told.
 //   Waits for gates_full, norm_full; tells empty.
 // * loader: makes the ring's barriers, bulk copies x into the stages. Waits for empty; tells full (bytes).
-// * gates: makes the other barriers; adds the 8 chunks, tells the block that has the token (kOwn), works out the gates
-// of
-//   its own tokens and tells them to all. Waits for partials_full, slot_full (bytes); tells partials_empty, gates_full
-//   (bytes).
+// * gates: makes the other barriers; works out the gates of its own tokens (kOwn) and tells them to all. Waits for
+//   slot_full (bytes); tells gates_full (bytes).
 // * storer: post_pre: bulk copies y to memory. Waits for y_full; tells empty.
-// * asker: asks L2 for x of small batches (post_pre: also for the first tiles of large ones) before the previous kernel
-//   ends.
+//   kTwoLoaders: loads every other token instead.
+// * teller: asks L2 for x of small batches (post_pre: also for the first tiles of large ones) before the previous
+//   kernel ends. Then adds the 8 chunks of each tile and tells the blocks that have its tokens. Waits for
+//   partials_full, and for gates_full of two tiles before; tells partials_empty, slot_full (bytes).
 #pragma once
 
 #include "common/sm90_ihc_baked.cuh"
@@ -46,23 +46,32 @@ struct StreamLayout {
   static constexpr int kStageBytes = kTileTokens * (kTokenBytes + (kPost ? kPostBytes : 0));
   static constexpr int kTokenQuads = 3;  // what a slice says of a token, 4 floats each: dots, dots, sum of squares
   static constexpr int kQuads = kTileTokens * kTokenQuads, kDotQuads = 2 * kTileTokens;
-  // Block n works out the gates of token n; of fewer than 8 blocks, of tokens n, n + kRanks, ...; of 16, the first 8.
+  // Block n works out the gates of token n; of fewer than 8 blocks, of tokens n, n + kRanks, ... Of 16, the first 8 do
+  // so in even tiles, the others in odd ones: a tile takes them longer, with more slots to add.
   static constexpr int kOwn = kRanks < kTileTokens ? kTileTokens / kRanks : 1;
+  static constexpr bool kAlternate = kRanks > kTileTokens;
   static constexpr int kSlotBytes = kOwn * kRanks * kTokenQuads * 16;
-  // Two slots suffice: a peer tells tile n only after it has read slot n - 1, which needed this block's part, told
-  // after this block had read slot n - 2.
-  static constexpr int kSlots = 2;
+  // A peer tells tile n once it has the gates of tile n - 2. This block told those after it had read all of slot n - 3;
+  // where it has tiles by turns, all of slot n - 2, which is the same one as slot n then.
+  static constexpr int kSlots = kAlternate ? 2 : 3;
   static constexpr int kGateBytes = kTileTokens * kHc * 4;
   static constexpr int kPerStageBytes = kStageBytes + kGateBytes + (kPost ? kGateBytes : 0) + 5 * 8;
   static constexpr int kHalfTokens = kTileTokens / 2;
   static constexpr int kNormBytes = kRanks * kTileTokens * 4;  // what a tile's norm exchange brings
-  static constexpr int kFixedBytes =
-      2 * kMmaWarps * kQuads * 16 + kSlots * kSlotBytes + (kHasNorm ? kColumns * 4 + 2 * kNormBytes : 0) + 8 * 8;
+  static constexpr int kFixedBytes = 2 * kMmaWarps * kQuads * 16 + kSlots * kSlotBytes +
+                                     (kHasNorm ? kColumns * 4 + 2 * kNormBytes : 0) + (6 + kSlots) * 8;
   static constexpr int kMostBytes = 232448;  // what a block may have on sm_90, and what the launch asks for
   static constexpr int kFit = (kMostBytes - kFixedBytes) / kPerStageBytes;
   static constexpr int kStages = kFit > 6 ? 6 : kFit;
   static constexpr int kWeightRegisters = kUnits * Shape::kHalf * UnitWeights<kXDtype, Shape::kHalf>::kRegisters;
-  static constexpr int kInFlight = 2;  // 1 starves memory (89 us at 4096); 3 costs up to 7 us at 16384
+  // Rows so short that asking for them, one by one, takes longer than their bytes. In clusters of 16 a second warp asks
+  // for every other token then: hidden 8192, 16384 tokens 357 -> 321 us, 10240 416 -> 400. In clusters of 8 (4096: 173
+  // -> 164 us) it costs 1024 tokens 14.6 -> 15.1.
+  static constexpr bool kShortRows = kRowBytes <= 1280;
+  static constexpr bool kTwoLoaders = kShortRows && kRanks == 16 && kVec == 8 && !kPost;
+  // Tiles asked for at once. 1 starves memory (89 us at 4096) and 3 costs up to 7 us at 16384, but for small tiles of
+  // short rows: hidden 4096 173 -> 169 us, 2048 89 -> 87; those of 5120, 41 KB, lose (199 -> 202).
+  static constexpr int kInFlight = kTwoLoaders || (kShortRows && kStageBytes < 40960 && !kPost) ? 3 : 2;
   static constexpr bool kWide = kWeightRegisters > 144;
   static constexpr bool kNarrow = kWeightRegisters <= 112,
                         kRows = kNarrow && kVec < 8 &&
@@ -138,15 +147,16 @@ struct StreamLayout {
       }
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        barrier_init(&slot_full[k], 1);
         barrier_init(&partials_full[k], kMmaWarps);
         barrier_init(&partials_empty[k], 1);
       }
 #pragma unroll
+      for (int k = 0; k < kSlots; ++k) barrier_init(&slot_full[k], 1);
+#pragma unroll
       for (int k = 0; k < 2 && kHasNorm; ++k) barrier_init(&norm_full[k], 1);
       fence_barrier_init();
 #pragma unroll
-      for (int k = 0; k < 2; ++k) barrier_expect(&slot_full[k], kSlotBytes);
+      for (int k = 0; k < kSlots; ++k) barrier_expect(&slot_full[k], kSlotBytes);
 #pragma unroll
       for (int k = 0; k < 2 && kHasNorm; ++k) barrier_expect(&norm_full[k], kNormBytes);
     }

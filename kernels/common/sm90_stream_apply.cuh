@@ -134,7 +134,7 @@ struct StreamApply : StreamLayout {
       const int k = n * kApplyThreads + thread;
       if (has(n)) norm_weight[(k & 4) * (kColumns / 8) + (k >> 3) * 4 + (k & 3)] = weights[n];
     }
-    asm volatile("bar.sync 1, %0;" ::"n"(kApplyThreads) : "memory");
+    sync_threads<kApplyThreads>();
   }
 
   // Where z waits, unless in registers: in place of the first channel's x, or (post_pre, whose y may still be on its
@@ -175,15 +175,12 @@ struct StreamApply : StreamLayout {
     return sum;
   }
 
-  // The tree of kCount neighbours in shared memory.
-  template <int kCount>
+  // The tree of what the blocks told of a token, by loads of 16 bytes.
   static __device__ __forceinline__ float sum_of(const float* from) {
-    if constexpr (kCount == 2)
+    if constexpr (kRanks == 2)
       return from[0] + from[1];
-    else if constexpr (kCount == 4)
-      return across(*reinterpret_cast<const float4*>(from));
     else
-      return sum_of<kCount / 2>(from) + sum_of<kCount / 2>(from + kCount / 2);
+      return tree_of<kRanks / 4>([&](int k) { return across(reinterpret_cast<const float4*>(from)[k]); });
   }
 
   // Two slots and barriers suffice: a peer tells tile n + 2 only after it has had the sums of n + 1 from all warps of
@@ -223,7 +220,7 @@ struct StreamApply : StreamLayout {
       if (warp == 0 && lane == 0) barrier_expect(told, kNormBytes);
       const auto inverse_of = [&](int half) {
         const float* const sums = norm_slots + (pair.index * kTileTokens + half * kHalfTokens + warp) * kRanks;
-        return norm_inverse<Shape::kHidden>(sum_of<kRanks>(sums), a.rms_eps);
+        return norm_inverse<Shape::kHidden>(sum_of(sums), a.rms_eps);
       };
       const float inverse_low = inverse_of(0), inverse_high = inverse_of(1);
 #pragma unroll kStepsAtOnce

@@ -16,16 +16,16 @@ struct StreamCopy : StreamLayout {
     for (int k = lane; k < kWords; k += 32) reinterpret_cast<Word*>(to)[k] = reinterpret_cast<const Word*>(from)[k];
   }
 
-  // copy(token, channel) for the rows of a tile: a row a lane, or all by one lane. The compiler puts a loop over the
-  // lanes around a bulk copy, 70 cycles a copy and 1.1 us a tile, unless one lane asks for it that elect.sync has
-  // named. Narrow rows wait for that (hidden 4096, 16384 tokens: 208 -> 176 us); at 6144 the bytes take longer, and
-  // copies that come slower are even better (512 tokens 12.6, by one lane 14.5).
+  // copy(token, channel) for the rows of a tile: a row a lane, or all (of every step-th token from `first` on) by one
+  // lane. The compiler puts a loop over the lanes around a bulk copy, 70 cycles a copy and 1.1 us a tile, unless one
+  // lane asks for it that elect.sync has named. Short rows wait for that (hidden 4096, 16384 tokens: 208 -> 176 us); at
+  // 6144 the bytes take longer, and copies that come slower are even better (512 tokens 12.6, by one lane 14.5).
   template <class Copy>
-  __device__ __forceinline__ void each_row(int count, Copy copy) const {
-    if constexpr (kRowBytes <= 1280) {
+  __device__ __forceinline__ void each_row(int first, int step, int count, Copy copy) const {
+    if constexpr (kShortRows) {
       if (elect_lane()) {
 #pragma unroll 1
-        for (int token = 0; token < count; ++token) {
+        for (int token = first; token < count; token += step) {
 #pragma unroll
           for (int channel = 0; channel < kHc; ++channel) copy(token, channel);
         }
@@ -81,6 +81,33 @@ struct StreamCopy : StreamLayout {
     }
   }
 
+  // Memory serves all that is asked for alike: with every stage in flight the first tile comes when the last does.
+  __device__ __forceinline__ void wait_for_stage(int tile, Turn<kStages> turn) const {
+    if (tile >= kInFlight) {
+      const Turn<kStages> come(tile - kInFlight);
+      barrier_wait(&full[come.index], come.parity);
+    }
+    barrier_wait(&empty[turn.index], turn.parity ^ 1);
+  }
+
+  // kTwoLoaders: tokens 1, 3, 5 and 7. The first tiles are all the loader's, which starts sooner; it also expects the
+  // bytes of both.
+  __device__ __forceinline__ void load_odd_tokens(const IhcArguments& a) {
+    deal_shares(a.tokens);
+    const Source from(a, rank);
+#pragma unroll 1
+    for (int tile = kInFlight; tile < tiles; ++tile) {
+      const Turn<kStages> turn(tile);
+      const int first = tile_first(tile);
+      wait_for_stage(tile, turn);
+      each_row(1, 2, tile_count(tile), [&](int token, int channel) {
+        bulk_load(stages + turn.index * kStageBytes + token * kTokenBytes + channel * kRowBytes,
+                  from.row(first + token, channel), kRowBytes, &full[turn.index]);
+      });
+      __syncwarp();
+    }
+  }
+
   __device__ __forceinline__ void load_tiles(const IhcArguments& a) {
     deal_shares(a.tokens);
     const Source from(a, rank);
@@ -90,21 +117,16 @@ struct StreamCopy : StreamLayout {
       const Turn<kStages> turn(tile);
       const int first = tile_first(tile), count = tile_count(tile);
       if (tile == kInFlight) cluster_wait();  // not before: the first tiles need no peer
-      // Memory serves all that is asked for alike: with every stage in flight the first tile comes when the last does.
-      if (tile >= kInFlight) {
-        const Turn<kStages> come(tile - kInFlight);
-        barrier_wait(&full[come.index], come.parity);
-      }
+      wait_for_stage(tile, turn);
       char* stage = stages + turn.index * kStageBytes;
       Barrier* barrier = &full[turn.index];
-      barrier_wait(&empty[turn.index], turn.parity ^ 1);
       if (lane == 0) places[turn.index] = int2{first, count};
       const int token = lane / kHc, channel = lane % kHc;
       if (kVec == 8 && lane == 0) barrier_expect(barrier, count * (kHc + (kPost ? 1 : 0)) * kRowBytes);
       if (tile == 0) wait_for_previous_grid();  // as late as can be
       if constexpr (kVec == 8) {
         __syncwarp();
-        each_row(count, [&](int token, int channel) {
+        each_row(0, kTwoLoaders && tile >= kInFlight ? 2 : 1, count, [&](int token, int channel) {
           bulk_load(stage + token * kTokenBytes + channel * kRowBytes, from.row(first + token, channel), kRowBytes,
                     barrier);
         });
@@ -143,7 +165,7 @@ struct StreamCopy : StreamLayout {
       const long long first = places[turn.index].x;
       const int count = places[turn.index].y;
       if constexpr (kVec == 8) {
-        each_row(count, [&](int token, int channel) {
+        each_row(0, 1, count, [&](int token, int channel) {
           bulk_store(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc),
                      stage + token * kTokenBytes + channel * kRowBytes, kRowBytes);
         });
