@@ -14,11 +14,13 @@
 // | y                   | [tokens, hidden]; post_pre: [tokens, hc, hidden] and z [tokens, hidden] | kXDtype |
 // | h_post, h_post_next | [tokens, hc]         | float32      |  not for head
 //
-// Baked: hc (2 to 4), hidden (a multiple of 8 kRanks), kRanks (2, 4, 8 or 16, blocks of a cluster: so many that the
+// Baked: hc (2 to 8), hidden (a multiple of 8 kRanks), kRanks (2, 4, 8 or 16, blocks of a cluster: so many that the
 // weights take up to 168 registers of a thread), the dtypes, kVec (8: x, y, z, w 16-byte aligned in address and
 // strides; 4, 2, 1: elements an access of x and y may hold; the bits are the same). Launch: grid = kRanks * clusters
 // (any number: tokens are dealt out evenly), block = 512, cluster kRanks, shared bytes 232448 (what a block may have).
 // With the programmatic attribute, weights are fetched, and L2 is asked for x, before the previous kernel ends.
+// Over 4 channels, pre and post_pre have more outputs than a cluster has registers for the weights of: the first half
+// of the clusters (of at least 2) works on the pre gates and z, the others read x again, for the post gates.
 // common/sm90_stream.cuh has the roles of the warps and how they are linked.
 #include "common/sm90_stream_apply.cuh"
 #include "common/sm90_stream_copy.cuh"
@@ -53,7 +55,9 @@ struct IhcKernel {
       if constexpr (Shape::kHasNorm) r.load_norm_weight(a, thread);
       cluster_wait();
       wait_for_previous_grid();
-      if constexpr (Shape::kHasNorm) {
+      if (Shape::kSides == 2 && r.side == 1) {
+        r.pass_tiles();
+      } else if constexpr (Shape::kHasNorm) {
         r.apply_tiles_norm(a, thread >> 5);
       } else {
         r.apply_tiles(a, thread >> 5);

@@ -12,8 +12,8 @@ from .ihc_launch import vector
 
 # hidden from which on they are faster than what serves every size. H200, 16384 tokens, bf16, microseconds, that and these: hc 4, hidden 256 29.5
 # and 37.1, 512 59 and 37; hc 3, 512 39.6 and 33.8; hc 2, 256 14.4 and 29.0, 2048 93 and 51. hc 1 is faster at some sizes (4096 87 and 77) and not
-# at others (post_pre 141 and 140, 2048 with a norm 55 and 69).
-LEAST = {2: 1024, 3: 512, 4: 512}
+# at others (post_pre 141 and 140, 2048 with a norm 55 and 69). Over 4: hc 8, 6144 1183 and 731.
+LEAST = {2: 1024, 3: 512, 4: 512, 5: 1024, 6: 1024, 7: 1024, 8: 1024}
 TILE = 8  # tokens: the n of mma.m16n8k16
 OPS = {"ihc_pre": 0, "ihc_head": 1, "ihc_post_pre": 2}
 
@@ -54,11 +54,13 @@ def weights_fit(hc: int, hidden: int, ranks: int) -> bool:
     """Do the weights of a block's share fit its registers, 168 of a thread, in bfloat16? (float16, which takes a third less, is served alike.)
 
     More spill; so do 144 where masks take registers: of hc 3, whose fourth channel is not there, and of the columns that do not fill their groups
-    of 32 where hc 2 has more groups.
+    of 32 where hc 2 has more groups. Over 4 channels, 156 and 168 were not tried, and a block works out the gates of one token, so 8 blocks or more.
     """
     units = chunk_units(hidden, ranks)
     padded = 4 * units * 32 != hidden // ranks
-    return units * ceil_div(hc, 2) * 12 <= (144 if hc == 3 else 132 if hc == 2 and padded else 168)
+    if hc > 4 and ranks < 8:
+        return False
+    return units * ceil_div(hc, 2) * 12 <= (144 if hc == 3 or hc > 4 else 132 if hc == 2 and padded else 168)
 
 
 def stream_ranks(hc: int, hidden: int) -> int:
@@ -81,13 +83,15 @@ def resident(ranks: int, arch: Arch) -> int:
     return arch.sms // 2 if ranks == 2 else arch.clusters_of_8 * 8 // ranks
 
 
-def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
+def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool, sides: int = 1) -> int:
     """Clusters that stream so many tokens, of `fit` that run at once.
 
     Not all where tokens are few: the next grid stands beside this one then, and has its weights when this one ends. Measured with 15 clusters of
     8 blocks that fit (hc 4, hidden 6144, microseconds), stated as shares of them; with 7 of 16 blocks and with 30 and 66 of 4 and 2 where that
     is said. The bits do not depend on it.
     """
+    if sides == 2:  # half of them for the post gates
+        return max(2, min(2 * ceil_div(tokens, TILE), fit))
     if fit < 8:  # hidden 8192: fewer clusters unless that takes a round of tiles more
         if tokens <= 2 * TILE * (fit - 2):
             wanted = fit - 2  # at 40 tokens: pre 5 clusters 4.31, 3 4.39, 7 5.05; with a norm 4.93 and 5.65 (4); post_pre 4.95 and 5.67 (4)
@@ -138,13 +142,13 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
     ranks = stream_ranks(hc, hidden)
     warps = ranks // 2 * chunk_units(hidden, ranks) // 2  # of a block of the kernel for few tokens, a group of 32 columns each
     defines = {"kOp": op, "kVec": vec, "kRanks": ranks}
-    if tokens <= 32 and arch.clusters_of_16 and warps <= (24 if hc == 2 else 16):  # more spill
+    if hc <= 4 and tokens <= 32 and arch.clusters_of_16 and warps <= (24 if hc == 2 else 16):  # more spill
         each = cluster_tokens(tokens)
         clusters = ceil_div(tokens, each)
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
         block = (warps + (warps < 16)) * 32  # a warp for the gates that are only returned
         return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines=defines, why=why), "cluster"
-    clusters = stream_clusters(tokens, resident(ranks, arch), post=op == 2, norm=b.has("rms_weight"))
+    clusters = stream_clusters(tokens, resident(ranks, arch), post=op == 2, norm=b.has("rms_weight"), sides=2 if hc > 4 and op != 1 else 1)
     smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
     why = f"{clusters} persistent clusters of {ranks} blocks stream tiles of 8 tokens through shared memory, weights in registers"
     return Launch((ranks * clusters, 1, 1), (512, 1, 1), smem, cluster=ranks, pdl=True, defines=defines, why=why), "stream"

@@ -342,7 +342,10 @@ struct IhcShape {
                        kVec = kVec_, kRanks = kRanks_;
   static constexpr bool kHasNorm = kHasNorm_, kRoundBeforeNorm = kRoundBeforeNorm_;
   static constexpr bool kPost = kOp == kPostPre;
-  static constexpr int kUsedOutputs = kOp == kHead ? kHc : 2 * kHc;
+  // More than 8 outputs: a cluster works on one side of them, the pre gates (and all that follows from them) or the
+  // post gates.
+  static constexpr int kSides = kHc > 4 && kOp != kHead ? 2 : 1;
+  static constexpr int kUsedOutputs = kOp == kHead || kSides == 2 ? kHc : 2 * kHc;
   static constexpr int kHalf = (kHc + 1) / 2;          // channels of a unit = its blocks
   static constexpr int kPostRow = kHc == 3 ? 4 : kHc;  // row of A with the weights of the first post gate
   static constexpr int kColumns = kHidden / kRanks;    // of a share
@@ -353,7 +356,8 @@ struct IhcShape {
   static constexpr int kShareGroups = kShareChunks * kChunkUnits / 2, kPartGroups = kPartChunks * kChunkUnits / 2;
   static constexpr bool kPadded = kShareGroups * 32 != kColumns;  // the last groups of a share are short or empty
   static constexpr long long kDepth = static_cast<long long>(kHc) * kHidden;
-  static_assert(2 <= kHc && kHc <= 4, "8 rows of A hold the outputs of up to 4 channels");
+  static_assert(2 <= kHc && kUsedOutputs <= kOutputs, "8 rows of A hold the outputs of a side");
+  static_assert(kHc <= 4 || kRanks >= kTileTokens, "a block works out the gates of one token");
   static_assert(kRanks == 2 || kRanks == 4 || kRanks == 8 || kRanks == 16, "16 parts of a row, whole ones in a share");
   static_assert(kHidden % (8 * kRanks) == 0, "a share is a whole number of 16-byte pieces");
   static_assert(kXDtype == kBfloat16 || kXDtype == kFloat16, "x must be an operand of mma: bfloat16 or float16");
@@ -372,7 +376,7 @@ struct IhcShape {
     return !kPadded || group % kShareGroups * 32 + t * 8 < kColumns;
   }
 
-  // This lane's weights of unit `unit` of the row: group unit / 2, channels (unit % 2) * kHalf and up.
+  // This lane's weights of unit `unit` of the row: group unit / 2, channels (unit % 2) * kHalf and up; w of its side.
   static __device__ __forceinline__ void load_unit(const float* w, int unit, int lane, float (&values)[kHalf][8]) {
     const int g = lane >> 2, t = lane & 3;
 #pragma unroll
@@ -381,7 +385,8 @@ struct IhcShape {
       for (int k = 0; k < 8; ++k) values[b][k] = 0.0f;
       const int channel = (unit & 1) * kHalf + b, group = unit >> 1;
       const int output = kPostRow > kHc && g >= kPostRow ? g - kPostRow + kHc : g;
-      if (output < kUsedOutputs && (kPostRow == kHc || (channel < kHc && g != kHc)) && has(group, t))
+      if (output < kUsedOutputs && (kPostRow == kHc || g != kHc) && (2 * kHalf == kHc || channel < kHc) &&
+          has(group, t))
         load_weights<kVec == 8>(w + output * kDepth + channel * kHidden + column_of(group) + t * 8, values[b]);
     }
   }

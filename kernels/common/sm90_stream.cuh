@@ -65,10 +65,10 @@ struct StreamLayout {
   static constexpr int kStages = kFit > 6 ? 6 : kFit;
   static constexpr int kWeightRegisters = kUnits * Shape::kHalf * UnitWeights<kXDtype, Shape::kHalf>::kRegisters;
   // Rows so short that asking for them, one by one, takes longer than their bytes. In clusters of 16 a second warp asks
-  // for every other token then: hidden 8192, 16384 tokens 357 -> 321 us, 10240 416 -> 400. In clusters of 8 (4096: 173
-  // -> 164 us) it costs 1024 tokens 14.6 -> 15.1.
+  // for every other token then: hidden 8192, 16384 tokens 357 -> 321 us, 10240 416 -> 400; hc 8, hidden 6144 847 ->
+  // 731, 4096 800 -> 543. In clusters of 8 (hc 4, 4096: 173 -> 164 us) it costs 1024 tokens 14.6 -> 15.1.
   static constexpr bool kShortRows = kRowBytes <= 1280;
-  static constexpr bool kTwoLoaders = kShortRows && kRanks == 16 && kVec == 8 && !kPost;
+  static constexpr bool kTwoLoaders = kShortRows && (kRanks == 16 || kHc > 4) && kVec == 8 && !kPost;
   // Tiles asked for at once. 1 starves memory (89 us at 4096) and 3 costs up to 7 us at 16384, but for small tiles of
   // short rows: hidden 4096 173 -> 169 us, 2048 89 -> 87; those of 5120, 41 KB, lose (199 -> 202).
   static constexpr int kInFlight = kTwoLoaders || (kShortRows && kStageBytes < 40960 && !kPost) ? 3 : 2;
@@ -78,7 +78,10 @@ struct StreamLayout {
                                 kWeightRegisters > 96;  // rows copied by lanes take registers of the loader
   // 64K registers of an SM: 256 mma threads, 128 of apply, 128 helpers. Norm without post: the apply warps are the
   // bottleneck and work at two tokens at once, for which 80 registers are too few. Elsewhere no split differs by 1 %.
-  static constexpr bool kApplyBound = kHasNorm && !kPost && !kWide && kUnits <= (Shape::kPadded ? 5 : kNarrow ? 7 : 6);
+  static constexpr bool kApplyBound = kHasNorm && !kPost && !kWide && kHc <= 4 &&
+                                      kUnits <= (Shape::kPadded ? 5
+                                                 : kNarrow      ? 7
+                                                                : 6);
   static constexpr int kMmaRegisters = kWide ? 208 : kRows ? 176 : kNarrow || kApplyBound ? 192 : 200;
   static constexpr int kHelperRegisters = kRows ? 56 : 40;
   static constexpr int kApplyRegisters = 512 - 2 * kMmaRegisters - kHelperRegisters;
@@ -98,7 +101,8 @@ struct StreamLayout {
   int2* places;        // [kStages]: first token and number of tokens of the tile there, from the loader
   Barrier *full, *empty, *y_full, *gates_full, *slot_full, *partials_full, *partials_empty, *norm_full;
   int rank, lane, tiles;
-  int cluster, clusters, share, larger;
+  int side;                              // 0, or 1: the post gates of over 4 channels
+  int cluster, clusters, share, larger;  // clusters of this side, and which of them this one is
 
   __device__ __forceinline__ void place() {
     char* at = reinterpret_cast<char*>(shared_bytes);
@@ -178,6 +182,13 @@ struct StreamLayout {
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
     cluster = block / kRanks, rank = block % kRanks;
     clusters = gridDim.x / kRanks;
+    side = 0;
+    if constexpr (Shape::kSides == 2) {  // 7 clusters: 4 and 3, which take 1.4 and 1.05 us a tile at hc 8, hidden 6144
+      const int first = (clusters + 1) / 2;
+      side = cluster >= first;
+      cluster -= side ? first : 0;
+      clusters = side ? clusters - first : first;
+    }
     const unsigned int most = kTileTokens * clusters;
     tiles = cluster < tokens ? (static_cast<unsigned int>(tokens) + most - 1) / most
                              : 0;  // with fewer tokens than clusters: none

@@ -84,6 +84,17 @@ struct StreamApply : StreamLayout {
     if (lane == 0) barrier_arrive(&empty[turn]);
   }
 
+  // The side of the post gates: there is no z.
+  __device__ __forceinline__ void pass_tiles() const {
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      const Turn<kStages> turn(tile);
+      wait_for_x(turn);
+      wait_for_gates(turn);
+      release(turn.index);
+    }
+  }
+
   __device__ __forceinline__ void apply_tiles(const IhcArguments& a, int warp) const {
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {

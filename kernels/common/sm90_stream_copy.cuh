@@ -6,6 +6,9 @@
 namespace hccupy {
 
 struct StreamCopy : StreamLayout {
+  static constexpr int kTileRows = kTileTokens * kHc;
+  static_assert(kTileRows <= 32 || kShortRows, "longer rows are copied a lane each");
+
   // One row of kRowBytes by the whole warp, for memory that bulk copies cannot reach.
   __device__ __forceinline__ void copy_row(char* to, const char* from) const {
     using Word = typename WordOf<2 * kVec>::Type;
@@ -73,10 +76,13 @@ struct StreamCopy : StreamLayout {
     const Source from(a, rank);
 #pragma unroll 1
     for (int tile = 0; tile < kInFlight; ++tile) {
-      if (lane / kHc < tile_count(tile)) {
-        const char* row = from.row(tile_first(tile) + lane / kHc, lane % kHc);
 #pragma unroll
-        for (int line = 0; line < kRowBytes; line += 128) prefetch_line(row + line);
+      for (int n = 0; n < kTileRows; n += 32) {
+        if ((n + lane) / kHc < tile_count(tile)) {
+          const char* row = from.row(tile_first(tile) + (n + lane) / kHc, (n + lane) % kHc);
+#pragma unroll
+          for (int line = 0; line < kRowBytes; line += 128) prefetch_line(row + line);
+        }
       }
     }
   }
@@ -121,7 +127,6 @@ struct StreamCopy : StreamLayout {
       char* stage = stages + turn.index * kStageBytes;
       Barrier* barrier = &full[turn.index];
       if (lane == 0) places[turn.index] = int2{first, count};
-      const int token = lane / kHc, channel = lane % kHc;
       if (kVec == 8 && lane == 0) barrier_expect(barrier, count * (kHc + (kPost ? 1 : 0)) * kRowBytes);
       if (tile == 0) wait_for_previous_grid();  // as late as can be
       if constexpr (kVec == 8) {
@@ -146,9 +151,13 @@ struct StreamCopy : StreamLayout {
         if (lane == 0) barrier_arrive(barrier);
       }
       if constexpr (kPost) {
-        if (token < count)
-          async_copy<4>(h_in + (turn.index * kTileTokens + token) * kHc + channel,
-                        a.h_post + (first + token) * a.h_post_tokens + channel);
+#pragma unroll
+        for (int n = 0; n < kTileRows; n += 32) {
+          const int token = (n + lane) / kHc, channel = (n + lane) % kHc;
+          if (token < count)
+            async_copy<4>(h_in + (turn.index * kTileTokens + token) * kHc + channel,
+                          a.h_post + (first + token) * a.h_post_tokens + channel);
+        }
         async_copies_arrive(barrier);
       }
     }
@@ -163,7 +172,7 @@ struct StreamCopy : StreamLayout {
       char* stage = stages + turn.index * kStageBytes;
       barrier_wait(&y_full[turn.index], turn.parity);
       const long long first = places[turn.index].x;
-      const int count = places[turn.index].y;
+      const int count = side == 0 ? places[turn.index].y : 0;
       if constexpr (kVec == 8) {
         each_row(0, 1, count, [&](int token, int channel) {
           bulk_store(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc),

@@ -8,8 +8,10 @@ namespace hccupy {
 
 struct StreamSums : StreamLayout {
   static constexpr bool kMasked = Shape::kPadded || 2 * Shape::kHalf != kHc;  // not all octets are there
-  static constexpr bool kAnew = kMasked && kWide;  // no register for what can be read anew: 16 bytes spilled
-  static constexpr int kUnitsAtOnce = kWeightRegisters <= 96 && !kPost ? 2 : 1;
+  // No register for what can be read anew: 16 bytes spilled.
+  static constexpr bool kAnew = (kMasked && kWide) || (kHc > 4 && kWeightRegisters > 120);
+  static constexpr int kUnitsAtOnce = kWeightRegisters <= 96 && !kPost && kHc <= 4 ? 2 : 1;
+  static constexpr int kBlocksAtOnce = Shape::kHalf == 4 ? 2 : Shape::kHalf == 3 ? 1 : Shape::kHalf;  // more spill
 
   static __device__ __forceinline__ unsigned int grid_rows() {
     unsigned int rows;
@@ -24,10 +26,15 @@ struct StreamSums : StreamLayout {
     const unsigned int rows = grid_rows();
     const auto never = [&](unsigned int n) { return (kAnew ? grid_rows() : rows) == n; };
     Shape::Weights weights[kUnits];
+    const float* w = a.w;
+    if constexpr (Shape::kSides == 2) {
+      deal(a.tokens);
+      w += side * kHc * Shape::kDepth;
+    }
     {
       float values[kUnits][Shape::kHalf][8];
       // Unit by unit: all asked for at once, they come 0.3 us later (256 tokens). The first before anything else.
-      Shape::load_unit(a.w, first_unit, fresh_thread() & 31, values[0]);
+      Shape::load_unit(w, first_unit, fresh_thread() & 31, values[0]);
       take_registers<kMmaRegisters>();
       cluster_arrive();
       place();
@@ -37,7 +44,7 @@ struct StreamSums : StreamLayout {
       for (int u = 0; u < kUnits; ++u) {
         weights[u].split(values[u]);
         if (never(100 + u)) return;
-        if (u + 1 < kUnits) Shape::load_unit(a.w, first_unit + u + 1, lane, values[u + 1]);
+        if (u + 1 < kUnits) Shape::load_unit(w, first_unit + u + 1, lane, values[u + 1]);
       }
     }
     cluster_wait();
@@ -62,29 +69,33 @@ struct StreamSums : StreamLayout {
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         Shape::Sums sums;
-        uint4 v[Shape::kHalf];
 #pragma unroll
-        for (int b = 0; b < Shape::kHalf; ++b) v[b] = x_of(u, b);
-        if constexpr (kPost) {
-          const int unit = warp * kUnits + u;
-          const float* h = h_in + (index * kTileTokens + g) * kHc + (unit & 1) * Shape::kHalf;
-          float post[8];
-          unpack<kXDtype>(
-              *reinterpret_cast<uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes + (unit >> 1) * 64 + t * 16),
-              post);
+        for (int from = 0; from < Shape::kHalf; from += kBlocksAtOnce) {
+          uint4 v[kBlocksAtOnce];
 #pragma unroll
-          for (int b = 0; b < Shape::kHalf; ++b) {
-            if (kMasked && !has(u, b)) continue;  // as it is: zero
-            v[b] = post_octet<kXDtype>(post, v[b], h[b]);
-            *place(u, b) = v[b];
+          for (int b = 0; b < kBlocksAtOnce; ++b) v[b] = x_of(u, from + b);
+          if constexpr (kPost) {
+            const int unit = warp * kUnits + u;
+            const float* h = h_in + (index * kTileTokens + g) * kHc + (unit & 1) * Shape::kHalf;
+            float post[8];
+            unpack<kXDtype>(*reinterpret_cast<uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes +
+                                                      (unit >> 1) * 64 + t * 16),
+                            post);
+#pragma unroll
+            for (int b = 0; b < kBlocksAtOnce; ++b) {
+              if (kMasked && !has(u, from + b)) continue;  // as it is: zero
+              v[b] = post_octet<kXDtype>(post, v[b], h[from + b]);
+              *place(u, from + b) = v[b];
+            }
           }
-        }
 #pragma unroll
-        for (int b = 0; b < Shape::kHalf; ++b) {
-          sums.add(weights[u], b, v[b]);
-          if (kWide && b + 1 < Shape::kHalf) {
-            if (never(300 + u)) return;
-            v[b + 1] = x_of(u, b + 1);
+          for (int b = 0; b < kBlocksAtOnce; ++b) {
+            sums.add(weights[u], from + b, v[b]);
+            if (kHc > 4 && kPost && never(400 + u)) return;
+            if (kWide && b + 1 < kBlocksAtOnce) {
+              if (never(300 + u)) return;
+              v[b + 1] = x_of(u, from + b + 1);
+            }
           }
         }
         total = u == 0 ? sums.result(weights[u]) : total + sums.result(weights[u]);
@@ -144,16 +155,20 @@ struct StreamSums : StreamLayout {
     }
   }
 
-  // This block has token `rank` of each tile (kOwn: and others; kAlternate: of every other tile). Lane 4 n + i: pre
-  // gate i for block n % kRanks (and n + 8); the post gates of block 0's lanes are returned.
+  // This block has token `rank` of each tile (kOwn: and others; kAlternate: of every other tile). Lane kLanes n + i:
+  // pre gate i for block n % kRanks (and further ones); the post gates of block 0's lanes are returned. With two sides:
+  // gate i of the side. Nobody reads the post gates that are told; that keeps the blocks in step.
   __device__ __forceinline__ void make_gates(const IhcArguments& a) const {
-    const int i = lane & 3, peer = kOwn == 1 ? lane >> 2 : (lane >> 2) % kRanks,
-              own = kOwn == 1 ? 0 : lane / (4 * kRanks);
+    constexpr int kLanes = kHc > 4 ? 8 : 4, kPeersAtOnce = 32 / kLanes;
+    constexpr bool kReturns = Shape::kOp != kHead && Shape::kSides == 1;
+    const int i = lane % kLanes, peer = kOwn == 1 ? lane / kLanes : lane / kLanes % kRanks,
+              own = kOwn == 1 ? 0 : lane / (kLanes * kRanks);
     const int token = kOwn == 1 ? rank % kTileTokens : rank + own * kRanks;
     const bool used = i < kHc;
-    const GateScales pre = GateScales::of<kHc>(i, used, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
+    const GateScales pre = GateScales::of<kHc>(Shape::kSides == 2 ? side * kHc + i : i, used, a.hc_scale, a.hc_base,
+                                               a.magnitude, a.hc_eps);
     const GateScales post =
-        GateScales::of<kHc>(kHc + i, used && Shape::kOp != kHead, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
+        GateScales::of<kHc>(kHc + i, used && kReturns, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
 #pragma unroll 1
     for (int tile = kAlternate ? rank / kTileTokens : 0; tile < tiles; tile += kAlternate ? 2 : 1) {
       const Turn<kStages> turn(tile);
@@ -169,15 +184,18 @@ struct StreamSums : StreamLayout {
       const float gate = pre.gate<static_cast<int>(Shape::kDepth)>(tree(i), squares, a.norm_eps);
       const int2 place = places[turn.index];  // before the gates are told: then the stage may be loaded anew
       const int post_row = Shape::kPostRow + i;
-      const float early = kAlternate ? tree(post_row) : 0.0f;  // before, too: see kSlots
+      const float early = kReturns && kAlternate ? tree(post_row) : 0.0f;  // before, too: see kSlots
       __syncwarp();
       if (used) {
 #pragma unroll
-        for (int more = 0; more < kRanks; more += kTileTokens)
+        for (int more = 0; more < kRanks; more += kPeersAtOnce)
           store_peer(peer_address(shared_address(gates + (turn.index * kTileTokens + token) * kHc + i), peer + more),
                      gate, peer_address(shared_address(&gates_full[turn.index]), peer + more));
       }
-      if (Shape::kOp != kHead && (kOwn == 1 ? lane < kHc : used && peer == 0) && token < place.y)
+      if constexpr (Shape::kSides == 2) {
+        if (side == 1 && lane < kHc && token < place.y) a.h_next[(place.x + token) * a.h_next_tokens + i] = gate;
+      }
+      if (kReturns && (kOwn == 1 ? lane < kHc : used && peer == 0) && token < place.y)
         a.h_next[(place.x + token) * a.h_next_tokens + i] =
             post.gate<static_cast<int>(Shape::kDepth)>(kAlternate ? early : tree(post_row), squares, a.norm_eps);
     }
