@@ -82,8 +82,9 @@ struct StreamLayout {
                                       kUnits <= (Shape::kPadded ? 5
                                                  : kNarrow      ? 7
                                                                 : 6);
-  static constexpr int kMmaRegisters = kWide ? 208 : kRows ? 176 : kNarrow || kApplyBound ? 192 : 200;
-  static constexpr int kHelperRegisters = kRows ? 56 : 40;
+  static constexpr bool kLean = kPost && kHc > 4;
+  static constexpr int kMmaRegisters = kWide || kLean ? 208 : kRows ? 176 : kNarrow || kApplyBound ? 192 : 200;
+  static constexpr int kHelperRegisters = kRows ? 56 : kLean ? 32 : 40;
   static constexpr int kApplyRegisters = 512 - 2 * kMmaRegisters - kHelperRegisters;
   static_assert(2 * kMmaRegisters + kApplyRegisters + kHelperRegisters == 512,
                 "the warpgroups share what 512 threads of 128 registers start with");

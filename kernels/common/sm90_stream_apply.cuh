@@ -102,7 +102,7 @@ struct StreamApply : StreamLayout {
       wait_for_x(turn);
       const int count = places[turn.index].y;
       uint4 x[kHc];  // the next octets; the first before the gates come: 64 tokens 4.38 -> 4.30 us
-      if constexpr (!kWide) load(x_of(turn.index, warp), 0, x);  // wide: no registers for it
+      if constexpr (!kWide && !kLean) load(x_of(turn.index, warp), 0, x);  // wide: no registers for it
       wait_for_gates(turn);
 #pragma unroll 1
       for (int token = warp; token < count; token += kHalfTokens) {
@@ -111,7 +111,7 @@ struct StreamApply : StreamLayout {
 #pragma unroll kStepsAtOnce
         for (int step = 0; step < kSteps; ++step) {
           float z[8];
-          if constexpr (kWide) {
+          if constexpr (kWide || kLean) {
             mix(at, step, z);
           } else {
             reduce_channels<kXDtype, kHc>(x, at.h, z);

@@ -91,7 +91,6 @@ struct StreamSums : StreamLayout {
 #pragma unroll
           for (int b = 0; b < kBlocksAtOnce; ++b) {
             sums.add(weights[u], from + b, v[b]);
-            if (kHc > 4 && kPost && never(400 + u)) return;
             if (kWide && b + 1 < kBlocksAtOnce) {
               if (never(300 + u)) return;
               v[b + 1] = x_of(u, from + b + 1);
