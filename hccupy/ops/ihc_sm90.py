@@ -12,8 +12,9 @@ from .ihc_launch import vector
 
 # hidden from which on they are faster than what serves every size. H200, 16384 tokens, bf16, microseconds, that and these: hc 4, hidden 256 29.5
 # and 37.1, 512 59 and 37; hc 3, 512 39.6 and 33.8; hc 2, 256 14.4 and 29.0, 2048 93 and 51. hc 1 is faster at some sizes (4096 87 and 77) and not
-# at others (post_pre 141 and 140, 2048 with a norm 55 and 69). Over 4: hc 8, 6144 1183 and 731.
-LEAST = {2: 1024, 3: 512, 4: 512, 5: 1024, 6: 1024, 7: 1024, 8: 1024}
+# at others (post_pre 141 and 140, 2048 with a norm 55 and 69). hc 8, 1024 222
+# and 224, post_pre 253 and 497; 2048 473 and 258, 535 and 526; hc 5, 1024 182 and 189, 2560 422 and 308, post_pre 504 and 505.
+LEAST = {2: 1024, 3: 512, 4: 512, 5: 2560, 6: 2048, 7: 2048, 8: 2048}
 TILE = 8  # tokens: the n of mma.m16n8k16
 OPS = {"ihc_pre": 0, "ihc_head": 1, "ihc_post_pre": 2}
 

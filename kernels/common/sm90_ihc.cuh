@@ -363,7 +363,7 @@ struct IhcShape {
   static_assert(kXDtype == kBfloat16 || kXDtype == kFloat16, "x must be an operand of mma: bfloat16 or float16");
 
   using Weights = UnitWeights<kXDtype, kHalf>;
-  using Sums = UnitSums<kHalf == 2 && kChunkUnits <= 6 ? 2 : 1>;
+  using Sums = UnitSums<(kHalf == 2 && kChunkUnits <= 6) || (kHc == 8 && kPost) ? 2 : 1>;
 
   // The first column of a group of the row (counted with the empty ones), and whether lane t has columns of it.
   static __device__ __forceinline__ int column_of(int group) {

@@ -68,12 +68,13 @@ struct StreamLayout {
   // for every other token then: hidden 8192, 16384 tokens 357 -> 321 us, 10240 416 -> 400; hc 8, hidden 6144 847 ->
   // 731, 4096 800 -> 543. In clusters of 8 (hc 4, 4096: 173 -> 164 us) it costs 1024 tokens 14.6 -> 15.1.
   static constexpr bool kShortRows = kRowBytes <= 1280;
+  static constexpr bool kAsyncRows = kVec == 2 || kVec == 4;  // no bulk copies, but cp.async
   static constexpr bool kTwoLoaders = kShortRows && (kRanks == 16 || kHc > 4) && kVec == 8 && !kPost;
   // Tiles asked for at once. 1 starves memory (89 us at 4096) and 3 costs up to 7 us at 16384, but for small tiles of
   // short rows: hidden 4096 173 -> 169 us, 2048 89 -> 87; those of 5120, 41 KB, lose (199 -> 202).
   static constexpr int kInFlight = kTwoLoaders || (kShortRows && kStageBytes < 40960 && !kPost) ? 3 : 2;
   static constexpr bool kWide = kWeightRegisters > 144;
-  static constexpr bool kNarrow = kWeightRegisters <= 112,
+  static constexpr bool kNarrow = kWeightRegisters <= 112 && kHc <= 4,
                         kRows = kNarrow && kVec < 8 &&
                                 kWeightRegisters > 96;  // rows copied by lanes take registers of the loader
   // 64K registers of an SM: 256 mma threads, 128 of apply, 128 helpers. Norm without post: the apply warps are the
@@ -82,7 +83,9 @@ struct StreamLayout {
                                       kUnits <= (Shape::kPadded ? 5
                                                  : kNarrow      ? 7
                                                                 : 6);
-  static constexpr bool kLean = kPost && kHc > 4;
+  // post_pre over 4 channels: units that are not kept apart are worth more than the apply warps' next octets (hc 8,
+  // hidden 6144, 16384 tokens 1461 -> 1330 us).
+  static constexpr bool kLean = kPost && kVec == 8 && kHc > 4 && kHc != 7;
   static constexpr int kMmaRegisters = kWide || kLean ? 208 : kRows ? 176 : kNarrow || kApplyBound ? 192 : 200;
   static constexpr int kHelperRegisters = kRows ? 56 : kLean ? 32 : 40;
   static constexpr int kApplyRegisters = 512 - 2 * kMmaRegisters - kHelperRegisters;
@@ -135,7 +138,7 @@ struct StreamLayout {
     if (elect_lane()) {
 #pragma unroll
       for (int k = 0; k < kStages; ++k) {
-        barrier_init(&full[k], 1 + (kPost ? 32 : 0));
+        barrier_init(&full[k], 1 + (kPost || kAsyncRows ? 32 : 0));
         barrier_init(&empty[k], kMmaWarps + kApplyWarps + (kPost ? 1 : 0));
       }
       fence_barrier_init();

@@ -9,53 +9,80 @@ struct StreamCopy : StreamLayout {
   static constexpr int kTileRows = kTileTokens * kHc;
   static_assert(kTileRows <= 32 || kShortRows, "longer rows are copied a lane each");
 
-  // One row of kRowBytes by the whole warp, for memory that bulk copies cannot reach.
+  // One row of kRowBytes by the whole warp.
   __device__ __forceinline__ void copy_row(char* to, const char* from) const {
     using Word = typename WordOf<2 * kVec>::Type;
     constexpr int kWords = kRowBytes / (2 * kVec);
     constexpr bool kEven = kRanks == 8 && kColumns < 896 && kWords % 32 == 0;
-    constexpr int kAtOnce = kEven ? 8 : kVec == 4 ? 2 : 4;  // more spill
+    constexpr int kAtOnce = kHc > 4 ? 1 : kEven ? 8 : kVec == 4 ? 2 : 4;  // more spill
 #pragma unroll kAtOnce
     for (int k = lane; k < kWords; k += 32) reinterpret_cast<Word*>(to)[k] = reinterpret_cast<const Word*>(from)[k];
   }
 
-  // copy(token, channel) for the rows of a tile: a row a lane, or all (of every step-th token from `first` on) by one
-  // lane. The compiler puts a loop over the lanes around a bulk copy, 70 cycles a copy and 1.1 us a tile, unless one
-  // lane asks for it that elect.sync has named. Short rows wait for that (hidden 4096, 16384 tokens: 208 -> 176 us); at
-  // 6144 the bytes take longer, and copies that come slower are even better (512 tokens 12.6, by one lane 14.5).
-  template <class Copy>
-  __device__ __forceinline__ void each_row(int first, int step, int count, Copy copy) const {
+  // Addresses that step from token to token: 29 instructions instead of 55 at hc 4. 16384 tokens, us: hc 3, hidden 4096
+  // 162 -> 136, hc 8, 4096 541 -> 478, hc 6, 6144 616 -> 573. With 4 channels, copies that come slower suit the memory
+  // better: 4096 at 1024 tokens 13.4 -> 14.5, 1024 at 16384 42.2 -> 44.3.
+  static constexpr bool kStepping = kHc == 3 || kHc > 4;
+
+  // Rows of one block's columns in memory.
+  template <class Byte>
+  struct Rows {
+    Byte* first;
+    long long token_stride, hc_stride;
+    __device__ __forceinline__ Byte* row(long long token, int channel) const {
+      return first + token * token_stride + channel * hc_stride;
+    }
+  };
+  static __device__ __forceinline__ Rows<const char> source(const IhcArguments& a, int rank) {
+    return {(kPost ? a.residual : a.x) + 2LL * rank * kColumns, 2 * (kPost ? a.residual_tokens : a.x_tokens),
+            2 * (kPost ? a.residual_hc : a.x_hc)};
+  }
+
+  // copy(in the stage, in memory) for the rows of a tile, whose first token is `base`: a row a lane, or all (of every
+  // step-th token from `first` on) by one lane. The compiler puts a loop over the lanes around a bulk copy, 70 cycles a
+  // copy and 1.1 us a tile, unless one lane asks for it that elect.sync has named. Short rows wait for that (hidden
+  // 4096, 16384 tokens: 208 -> 176 us); at 6144 the bytes take longer, and copies that come slower are even better (512
+  // tokens 12.6, by one lane 14.5).
+  template <class Byte, class Copy>
+  __device__ __forceinline__ void each_row(char* stage, const Rows<Byte>& rows, long long base, int first, int step,
+                                           int count, Copy copy) const {
     if constexpr (kShortRows) {
       if (elect_lane()) {
+        char* to = stage + first * kTokenBytes;
+        Byte* row = rows.row(base + first, 0);
 #pragma unroll 1
         for (int token = first; token < count; token += step) {
+          if constexpr (!kStepping) to = stage + token * kTokenBytes, row = rows.row(base + token, 0);
 #pragma unroll
-          for (int channel = 0; channel < kHc; ++channel) copy(token, channel);
+          for (int channel = 0; channel < kHc; ++channel)
+            copy(to + channel * kRowBytes, row + channel * rows.hc_stride);
+          if constexpr (kStepping) to += step * kTokenBytes, row += step * rows.token_stride;
         }
       }
     } else if (lane / kHc < count) {
-      copy(lane / kHc, lane % kHc);
+      const int token = lane / kHc, channel = lane % kHc;
+      copy(stage + token * kTokenBytes + channel * kRowBytes, rows.row(base + token, channel));
     }
   }
 
-  struct Source {
-    const char* rows;
-    long long token_stride, hc_stride;
-    __device__ __forceinline__ Source(const IhcArguments& a, int rank)
-        : rows((kPost ? a.residual : a.x) + 2LL * rank * kColumns),
-          token_stride(2 * (kPost ? a.residual_tokens : a.x_tokens)),
-          hc_stride(2 * (kPost ? a.residual_hc : a.x_hc)) {}
-    __device__ __forceinline__ const char* row(long long token, int channel) const {
-      return rows + token * token_stride + channel * hc_stride;
+  // A row of x that bulk copies cannot reach. By cp.async, which takes 4 bytes or more, all rows of a tile are on their
+  // way at once; the others come a few words at a time.
+  __device__ __forceinline__ void fetch_row(char* to, const char* from) const {
+    if constexpr (kAsyncRows) {
+#pragma unroll 1
+      for (int byte = lane * 2 * kVec; byte < kRowBytes; byte += 64 * kVec)
+        async_copy<2 * kVec>(to + byte, from + byte);
+    } else {
+      copy_row(to, from);
     }
-  };
+  }
 
   // Before the wait for the previous grid, which may still be making x: L2 fetches the first round of tiles, kOwn
   // tokens a block, and stays coherent. Small batches alone: memory would serve it before the weights, and the copy
   // engine takes 0.8 us for it (512 tokens: none 12.3, one round 12.8, four 15.7 us; 64 tokens 5.0 and 4.6).
   static __device__ __forceinline__ void prefetch_token(const IhcArguments& a) {
     if (kVec == 8 && elect_lane() && blockIdx.x < a.tokens && a.tokens <= 3 * kTileTokens * gridDim.x / kRanks) {
-      const Source from(a, 0);
+      const auto from = source(a, 0);
 #pragma unroll
       for (int own = 0; own < kOwn; ++own) {
         const long long token = blockIdx.x + static_cast<long long>(own) * gridDim.x;
@@ -73,7 +100,7 @@ struct StreamCopy : StreamLayout {
   __device__ __forceinline__ void prefetch_tiles(const IhcArguments& a) {
     if (a.tokens <= 3 * kTileTokens * clusters) return;
     deal_shares(a.tokens);
-    const Source from(a, rank);
+    const auto from = source(a, rank);
 #pragma unroll 1
     for (int tile = 0; tile < kInFlight; ++tile) {
 #pragma unroll
@@ -100,23 +127,21 @@ struct StreamCopy : StreamLayout {
   // bytes of both.
   __device__ __forceinline__ void load_odd_tokens(const IhcArguments& a) {
     deal_shares(a.tokens);
-    const Source from(a, rank);
+    const auto from = source(a, rank);
 #pragma unroll 1
     for (int tile = kInFlight; tile < tiles; ++tile) {
       const Turn<kStages> turn(tile);
       const int first = tile_first(tile);
       wait_for_stage(tile, turn);
-      each_row(1, 2, tile_count(tile), [&](int token, int channel) {
-        bulk_load(stages + turn.index * kStageBytes + token * kTokenBytes + channel * kRowBytes,
-                  from.row(first + token, channel), kRowBytes, &full[turn.index]);
-      });
+      each_row(stages + turn.index * kStageBytes, from, first, 1, 2, tile_count(tile),
+               [&](char* to, const char* row) { bulk_load(to, row, kRowBytes, &full[turn.index]); });
       __syncwarp();
     }
   }
 
   __device__ __forceinline__ void load_tiles(const IhcArguments& a) {
     deal_shares(a.tokens);
-    const Source from(a, rank);
+    const auto from = source(a, rank);
     const char* post = a.x + 2LL * rank * kColumns;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
@@ -131,10 +156,8 @@ struct StreamCopy : StreamLayout {
       if (tile == 0) wait_for_previous_grid();  // as late as can be
       if constexpr (kVec == 8) {
         __syncwarp();
-        each_row(0, kTwoLoaders && tile >= kInFlight ? 2 : 1, count, [&](int token, int channel) {
-          bulk_load(stage + token * kTokenBytes + channel * kRowBytes, from.row(first + token, channel), kRowBytes,
-                    barrier);
-        });
+        each_row(stage, from, first, 0, kTwoLoaders && tile >= kInFlight ? 2 : 1, count,
+                 [&](char* to, const char* row) { bulk_load(to, row, kRowBytes, barrier); });
         if constexpr (kPost) {
           if (lane < count)
             bulk_load(stage + kTileTokens * kTokenBytes + lane * kPostBytes, post + 2 * ((first + lane) * a.x_tokens),
@@ -142,10 +165,10 @@ struct StreamCopy : StreamLayout {
         }
       } else {
         for (int row = 0; row < count * kHc; ++row)
-          copy_row(stage + row / kHc * kTokenBytes + row % kHc * kRowBytes, from.row(first + row / kHc, row % kHc));
+          fetch_row(stage + row / kHc * kTokenBytes + row % kHc * kRowBytes, from.row(first + row / kHc, row % kHc));
         if constexpr (kPost) {
           for (int row = 0; row < count; ++row)
-            copy_row(stage + kTileTokens * kTokenBytes + row * kPostBytes, post + 2 * ((first + row) * a.x_tokens));
+            fetch_row(stage + kTileTokens * kTokenBytes + row * kPostBytes, post + 2 * ((first + row) * a.x_tokens));
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(barrier);
@@ -158,14 +181,14 @@ struct StreamCopy : StreamLayout {
             async_copy<4>(h_in + (turn.index * kTileTokens + token) * kHc + channel,
                           a.h_post + (first + token) * a.h_post_tokens + channel);
         }
-        async_copies_arrive(barrier);
       }
+      if constexpr (kPost || kAsyncRows) async_copies_arrive(barrier);
     }
     if (tiles <= kInFlight) cluster_wait();
   }
 
   __device__ __forceinline__ void store_posts(const IhcArguments& a) const {
-    char* to = a.y + 2LL * rank * kColumns;
+    const Rows<char> to{a.y + 2LL * rank * kColumns, 2 * a.y_tokens, 2 * a.y_hc};
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const Turn<kStages> turn(tile);
@@ -174,17 +197,13 @@ struct StreamCopy : StreamLayout {
       const long long first = places[turn.index].x;
       const int count = side == 0 ? places[turn.index].y : 0;
       if constexpr (kVec == 8) {
-        each_row(0, 1, count, [&](int token, int channel) {
-          bulk_store(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc),
-                     stage + token * kTokenBytes + channel * kRowBytes, kRowBytes);
-        });
+        each_row(stage, to, first, 0, 1, count, [&](char* y, char* row) { bulk_store(row, y, kRowBytes); });
         bulk_commit();
         bulk_wait_read();
       } else {
         for (int row = 0; row < count * kHc; ++row) {
           const int token = row / kHc, channel = row % kHc;
-          copy_row(to + 2 * ((first + token) * a.y_tokens + channel * a.y_hc),
-                   stage + token * kTokenBytes + channel * kRowBytes);
+          copy_row(to.row(first + token, channel), stage + token * kTokenBytes + channel * kRowBytes);
         }
       }
       __syncwarp();

@@ -11,7 +11,11 @@ struct StreamSums : StreamLayout {
   // No register for what can be read anew: 16 bytes spilled.
   static constexpr bool kAnew = (kMasked && kWide) || (kHc > 4 && kWeightRegisters > 120);
   static constexpr int kUnitsAtOnce = kWeightRegisters <= 96 && !kPost && kHc <= 4 ? 2 : 1;
-  static constexpr int kBlocksAtOnce = Shape::kHalf == 4 ? 2 : Shape::kHalf == 3 ? 1 : Shape::kHalf;  // more spill
+  static constexpr bool kApart = kPost && kHc > 4 && !kLean;  // a block of 32 columns after the other
+  static constexpr int kBlocksAtOnce = kApart                        ? 1
+                                       : Shape::kHalf == 4           ? 2
+                                       : Shape::kHalf == 3 && !kPost ? 1
+                                                                     : Shape::kHalf;
 
   static __device__ __forceinline__ unsigned int grid_rows() {
     unsigned int rows;
@@ -91,6 +95,7 @@ struct StreamSums : StreamLayout {
 #pragma unroll
           for (int b = 0; b < kBlocksAtOnce; ++b) {
             sums.add(weights[u], from + b, v[b]);
+            if (kApart && never(400 + u)) return;
             if (kWide && b + 1 < kBlocksAtOnce) {
               if (never(300 + u)) return;
               v[b + 1] = x_of(u, from + b + 1);
