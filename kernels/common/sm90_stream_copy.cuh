@@ -14,7 +14,7 @@ struct StreamCopy : StreamLayout {
     using Word = typename WordOf<2 * kVec>::Type;
     constexpr int kWords = kRowBytes / (2 * kVec);
     constexpr bool kEven = kRanks == 8 && kColumns < 896 && kWords % 32 == 0;
-    constexpr int kAtOnce = kHc > 4 ? 1 : kEven ? 8 : kVec == 4 ? 2 : 4;  // more spill
+    constexpr int kAtOnce = kHc > 4 ? (kPost ? 2 : 4) : kEven ? 8 : kVec == 4 ? 2 : 4;  // more spill
 #pragma unroll kAtOnce
     for (int k = lane; k < kWords; k += 32) reinterpret_cast<Word*>(to)[k] = reinterpret_cast<const Word*>(from)[k];
   }
