@@ -14,8 +14,8 @@ from .spec import Arg, Bound, OpSpec
 
 
 def imagine(spec: OpSpec, sizes: dict[str, Any], dtype: str = "bfloat16") -> Bound:
-    """The Bound of a call with contiguous arrays of such sizes on CUDA. `sizes` holds axes, scalars, and True for
-    optional arrays that are given.
+    """The Bound of a call with contiguous arrays of such sizes on CUDA. `sizes` holds axes, scalars, and True (or
+    a dtype's name) for optional arrays that are given.
 
     Raises the argument errors of the op, and ArgumentError for words the op does not know.
     """
@@ -47,10 +47,11 @@ def imagine(spec: OpSpec, sizes: dict[str, Any], dtype: str = "bfloat16") -> Bou
     scalars = {s.name: sizes.get(s.name, s.default) for s in spec.scalars}
     metas: dict[str, Meta] = {}
     for p in spec.args:
-        if p.optional and not sizes.get(p.name):
+        given = sizes.get(p.name)
+        if p.optional and not given:
             continue
         shape = tuple(check.size_of(e, axes) for e in p.axes)
-        metas[p.name] = Meta(shape, row_major(shape), _dtype(p, metas, dtype), ("cuda", 0))
+        metas[p.name] = Meta(shape, row_major(shape), given if isinstance(given, str) else _dtype(p, metas, dtype), ("cuda", 0))
     return check.bind(spec, metas, scalars, "numpy", dict.fromkeys(metas, 0))
 
 

@@ -67,6 +67,18 @@ def test_verify_accepts_the_cpu_path_and_refuses_a_wrong_result(op, rng):
         run.verify(spec, host, device, None, got)
 
 
+@pytest.mark.parametrize("op", [o for o in REGISTRY if any(c.name.startswith("bench") for c in REGISTRY[o].cases)])
+def test_what_is_compiled_ahead_is_what_the_inputs_need(op, rng):
+    """Dtypes that differ would compile other kernels ahead than the calls use, and give their compile times to the wrong kind."""
+    spec = REGISTRY[op]
+    small = {c.name: c for c in spec.cases if c.name.startswith("bench") and c.axes.get("tokens", sum(c.options.get("new", (1,)))) <= 64}
+    assert small
+    for case in list(small.values())[:: max(len(small) // 6, 1)]:
+        host, bound = spec.make_inputs(case, rng), run.imagined(spec, case)
+        given = {a.name: host[a.name].dtype.name for a in spec.args if isinstance(host.get(a.name), np.ndarray)}
+        assert {name: bound.dtypes[name] for name in given} == given, case.name
+
+
 def test_peers_are_timed_on_the_model_of_the_goals_only():
     spec = REGISTRY["ihc_pre"]
     timed = [c.name for c in spec.cases if c.name.startswith("bench") and run.standard(spec, c)]

@@ -153,6 +153,10 @@ TIGHT = [
     ("ihc_post_pre", 3, 2816, "bfloat16", 4096, False, 8),
     ("ihc_post_pre", 4, 8192, "bfloat16", 8, True, 8),
     ("ihc_post_pre", 2, 12288, "bfloat16", 8, True, 8),
+    ("ihc_pre", 8, 6144, "bfloat16", 4096, False, 8),
+    ("ihc_post_pre", 8, 6144, "bfloat16", 4096, True, 8),
+    ("ihc_post_pre", 7, 6144, "bfloat16", 4096, False, 4),
+    ("ihc_post_pre", 5, 2560, "bfloat16", 4096, False, 1),
 ]
 
 
@@ -165,7 +169,7 @@ def test_sm90_shapes_that_nearly_spill(op, hc, hidden, dtype, tokens, norm, vec)
 
 
 @pytest.mark.parametrize("tokens", [8, 4096])
-@pytest.mark.parametrize(("hc", "hidden"), [(4, 1280), (3, 2880), (2, 4608), (4, 8192)])
+@pytest.mark.parametrize(("hc", "hidden"), [(4, 1280), (3, 2880), (2, 4608), (4, 8192), (8, 3072), (5, 7168)])
 def test_sm90_blocks_and_clusters_are_as_planned(hc, hidden, tokens):
     """The launch rule and the kernel each work out how many warps and blocks a shape takes."""
     made = plan_for("ihc_head", {"tokens": tokens, "hc": hc, "hidden": hidden}, "bfloat16", "sm_90a")

@@ -54,6 +54,7 @@ def test_ihc_G3_channel_counts(op, hc, hidden, rng):
 
 # Shapes of each kind of kernel: sm_90a in clusters of 8, 16, 4 and 2 blocks, whose columns fill their groups or do not; tensor, portable.
 SM90 = [(4, 6144, "bfloat16"), (4, 4096, "float16"), (4, 8192, "bfloat16"), (4, 2880, "bfloat16"), (3, 2880, "float16"), (2, 2048, "bfloat16")]
+SM90 += [(8, 2048, "bfloat16"), (7, 4096, "bfloat16"), (5, 2560, "float16")]
 KINDS = [*SM90, (8, 1024, "bfloat16"), (4, 2052, "float32"), (2, 576, "float32"), (3, 257, "bfloat16")]
 
 
@@ -108,7 +109,7 @@ def test_ihc_in_place(on, rng):
 
 # Gates may be off by 4e-6 of the largest, so a y of which the channels cancel may be off by 4e-6 of its terms. (The sm_90a kernels' gates
 # are off by 2e-7, NumPy's by 3e-6, the tensor kernel's by 1e-6.)
-@pytest.mark.parametrize(("hc", "hidden", "cancelled"), [(4, 6144, 8 * 2.0**-23), (4, 2880, 8 * 2.0**-23), (4, 4100, 4e-6), (8, 1024, 4e-6)])
+@pytest.mark.parametrize(("hc", "hidden", "cancelled"), [(4, 6144, 8 * 2.0**-23), (4, 2880, 8 * 2.0**-23), (4, 4100, 4e-6), (8, 1024, 4e-6), (8, 2048, 4e-6)])
 @pytest.mark.parametrize("tokens", [1, 127, 128, 2048])
 def test_ihc_G10_weights_that_cancel(tokens, hc, hidden, cancelled, rng):
     """No accuracy step at any internal switch, with weights whose products cancel."""

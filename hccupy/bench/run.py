@@ -192,7 +192,8 @@ def fastest(*tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def imagined(spec: OpSpec, case: Case) -> Bound:
     """What such a call is bound to, from the case alone."""
     sizes: dict[str, Any] = {s.name: case.scalars[s.name] for s in spec.scalars if s.name in case.scalars}
-    sizes |= {a.name: True for a in spec.args if a.optional and (case.options.get("norm") or a.name in ("q_norm_weight", "k_norm_weight"))}
+    weights = ("q_norm_weight", "k_norm_weight")  # float32 in the inputs
+    sizes |= {a.name: "float32" if a.name in weights else True for a in spec.args if a.optional and (case.options.get("norm") or a.name in weights)}
     if "new" in case.options:
         sizes |= {"tokens": sum(case.options["new"]), "requests": len(case.options["new"])}
     return imagine(spec, {**case.axes, **sizes}, case.dtype)

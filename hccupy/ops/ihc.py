@@ -160,6 +160,7 @@ def _cases(*, gated: bool) -> tuple[Case, ...]:
         (4, 6144, "float16"),
         (2, 6144, "bfloat16"),
         (8, 6144, "bfloat16"),
+        (8, 4096, "bfloat16"),
     ]
     for m, h, dtype in others:
         for n in (64, 16384):
