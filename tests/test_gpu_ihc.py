@@ -107,6 +107,13 @@ def test_ihc_in_place(on, rng):
     checks.in_place(3, 41, "bfloat16", rng, on)
 
 
+@pytest.mark.parametrize(("hc", "hidden", "dtype"), KINDS)
+def test_ihc_fused_in_place(hc, hidden, dtype, rng):
+    """Two of the soaks' runs found a kernel that read rows which another cluster had overwritten."""
+    for tokens in (9, 600):
+        checks.fused_in_place(hc, hidden, tokens, dtype, rng, TORCH)
+
+
 # Gates may be off by 4e-6 of the largest, so a y of which the channels cancel may be off by 4e-6 of its terms. (The sm_90a kernels' gates
 # are off by 2e-7, NumPy's by 3e-6, the tensor kernel's by 1e-6.)
 @pytest.mark.parametrize(("hc", "hidden", "cancelled"), [(4, 6144, 8 * 2.0**-23), (4, 2880, 8 * 2.0**-23), (4, 4100, 4e-6), (8, 1024, 4e-6), (8, 2048, 4e-6)])
