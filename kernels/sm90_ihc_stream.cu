@@ -19,8 +19,9 @@
 // strides; 4, 2, 1: elements an access of x and y may hold; the bits are the same). Launch: grid = kRanks * clusters
 // (any number: tokens are dealt out evenly), block = 512, cluster kRanks, shared bytes 232448 (what a block may have).
 // With the programmatic attribute, weights are fetched, and L2 is asked for x, before the previous kernel ends.
-// Over 4 channels, pre and post_pre have more outputs than a cluster has registers for the weights of: the first half
-// of the clusters (of at least 2) works on the pre gates and z, the others read x again, for the post gates.
+// Over 4 channels, pre and post_pre have more outputs than a cluster has registers for the weights of. pre: the first
+// half of the clusters (of at least 2) works on the pre gates and z, the others read x again, for the post gates.
+// post_pre, which may update the residual in place: each cluster does both for its own tokens, the post gates first.
 // common/sm90_stream.cuh has the roles of the warps and how they are linked.
 #include "common/sm90_stream_apply.cuh"
 #include "common/sm90_stream_copy.cuh"
@@ -55,9 +56,7 @@ struct IhcKernel {
       if constexpr (Shape::kHasNorm) r.load_norm_weight(a, thread);
       cluster_wait();
       wait_for_previous_grid();
-      if (Shape::kSides == 2 && r.side == 1) {
-        r.pass_tiles();
-      } else if constexpr (Shape::kHasNorm) {
+      if constexpr (Shape::kHasNorm) {
         r.apply_tiles_norm(a, thread >> 5);
       } else {
         r.apply_tiles(a, thread >> 5);

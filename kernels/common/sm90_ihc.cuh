@@ -343,8 +343,10 @@ struct IhcShape {
   static constexpr bool kHasNorm = kHasNorm_, kRoundBeforeNorm = kRoundBeforeNorm_;
   static constexpr bool kPost = kOp == kPostPre;
   // More than 8 outputs: a cluster works on one side of them, the pre gates (and all that follows from them) or the
-  // post gates.
+  // post gates. post_pre may write y over the residual, so there every cluster does both, the post gates first, and
+  // nobody else reads its rows.
   static constexpr int kSides = kHc > 4 && kOp != kHead ? 2 : 1;
+  static constexpr int kPasses = kSides == 2 && kPost ? 2 : 1;
   static constexpr int kUsedOutputs = kOp == kHead || kSides == 2 ? kHc : 2 * kHc;
   static constexpr int kHalf = (kHc + 1) / 2;          // channels of a unit = its blocks
   static constexpr int kPostRow = kHc == 3 ? 4 : kHc;  // row of A with the weights of the first post gate
@@ -363,7 +365,7 @@ struct IhcShape {
   static_assert(kXDtype == kBfloat16 || kXDtype == kFloat16, "x must be an operand of mma: bfloat16 or float16");
 
   using Weights = UnitWeights<kXDtype, kHalf>;
-  using Sums = UnitSums<(kHalf == 2 && kChunkUnits <= 6) || (kHc == 8 && kPost) ? 2 : 1>;
+  using Sums = UnitSums<kHalf == 2 && kChunkUnits <= 6 ? 2 : 1>;  // of pre and post_pre alike
 
   // The first column of a group of the row (counted with the empty ones), and whether lane t has columns of it.
   static __device__ __forceinline__ int column_of(int group) {

@@ -105,7 +105,7 @@ struct StreamLayout {
   int2* places;        // [kStages]: first token and number of tokens of the tile there, from the loader
   Barrier *full, *empty, *y_full, *gates_full, *slot_full, *partials_full, *partials_empty, *norm_full;
   int rank, lane, tiles;
-  int side;                              // 0, or 1: the post gates of over 4 channels
+  int side;                              // 0, or 1: the post gates of over 4 channels (see side_of)
   int cluster, clusters, share, larger;  // clusters of this side, and which of them this one is
 
   __device__ __forceinline__ void place() {
@@ -187,7 +187,8 @@ struct StreamLayout {
     cluster = block / kRanks, rank = block % kRanks;
     clusters = gridDim.x / kRanks;
     side = 0;
-    if constexpr (Shape::kSides == 2) {  // 7 clusters: 4 and 3, which take 1.4 and 1.05 us a tile at hc 8, hidden 6144
+    if constexpr (Shape::kSides >
+                  Shape::kPasses) {  // 7 clusters: 4 and 3, which take 1.4 and 1.05 us a tile at hc 8, hidden 6144
       const int first = (clusters + 1) / 2;
       side = cluster >= first;
       cluster -= side ? first : 0;
@@ -196,19 +197,28 @@ struct StreamLayout {
     const unsigned int most = kTileTokens * clusters;
     tiles = cluster < tokens ? (static_cast<unsigned int>(tokens) + most - 1) / most
                              : 0;  // with fewer tokens than clusters: none
+    tiles *= Shape::kPasses;
+  }
+  // With two passes, all tiles of the post gates come first.
+  __device__ __forceinline__ int side_of(int tile) const {
+    return Shape::kPasses == 2 ? tile < tiles / 2 : Shape::kSides == 2 ? side : 0;
+  }
+  __device__ __forceinline__ int number_of(int tile) const {
+    if (Shape::kPasses == 2 && tile >= tiles / 2) tile -= tiles / 2;
+    return tile * clusters + cluster;
   }
   // What the loader needs beyond; the other roles find a tile's place in `places`.
   __device__ __forceinline__ void deal_shares(int tokens) {
-    const unsigned int all = static_cast<unsigned int>(tiles) * clusters;
+    const unsigned int all = static_cast<unsigned int>(tiles / Shape::kPasses) * clusters;
     share = kTileTokens;
     while (share * all > tokens) --share;  // a division would take longer
     larger = tokens - share * all;
   }
   __device__ __forceinline__ int tile_first(int tile) const {
-    const int number = tile * clusters + cluster;
+    const int number = number_of(tile);
     return number * share + min(number, larger);
   }
-  __device__ __forceinline__ int tile_count(int tile) const { return share + (tile * clusters + cluster < larger); }
+  __device__ __forceinline__ int tile_count(int tile) const { return share + (number_of(tile) < larger); }
 };
 
 }  // namespace hccupy

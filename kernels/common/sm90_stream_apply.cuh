@@ -84,20 +84,23 @@ struct StreamApply : StreamLayout {
     if (lane == 0) barrier_arrive(&empty[turn]);
   }
 
-  // The side of the post gates: there is no z.
-  __device__ __forceinline__ void pass_tiles() const {
+  // The tiles of the post gates, which have no z; how many they are.
+  __device__ __forceinline__ int pass_tiles() const {
+    if constexpr (Shape::kSides == 1) return 0;
+    const int count = Shape::kPasses == 2 ? tiles / 2 : side == 1 ? tiles : 0;
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
+    for (int tile = 0; tile < count; ++tile) {
       const Turn<kStages> turn(tile);
       wait_for_x(turn);
       wait_for_gates(turn);
       release(turn.index);
     }
+    return count;
   }
 
   __device__ __forceinline__ void apply_tiles(const IhcArguments& a, int warp) const {
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
+    for (int tile = pass_tiles(); tile < tiles; ++tile) {
       const Turn<kStages> turn(tile);
       wait_for_x(turn);
       const int count = places[turn.index].y;
@@ -197,10 +200,11 @@ struct StreamApply : StreamLayout {
   // Two slots and barriers suffice: a peer tells tile n + 2 only after it has had the sums of n + 1 from all warps of
   // this block, and each of them had waited for those of n before it told n + 1.
   __device__ __forceinline__ void apply_tiles_norm(const IhcArguments& a, int warp) const {
+    const int first = pass_tiles();
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
+    for (int tile = first; tile < tiles; ++tile) {
       const Turn<kStages> turn(tile);
-      const Turn<2> pair(tile);
+      const Turn<2> pair(tile - first);
       wait_for_x(turn);
       wait_for_gates(turn);
       const int count = places[turn.index].y;

@@ -195,7 +195,7 @@ struct StreamCopy : StreamLayout {
       char* stage = stages + turn.index * kStageBytes;
       barrier_wait(&y_full[turn.index], turn.parity);
       const long long first = places[turn.index].x;
-      const int count = side == 0 ? places[turn.index].y : 0;
+      const int count = side_of(tile) == 0 ? places[turn.index].y : 0;
       if constexpr (kVec == 8) {
         each_row(stage, to, first, 0, 1, count, [&](char* y, char* row) { bulk_store(row, y, kRowBytes); });
         bulk_commit();

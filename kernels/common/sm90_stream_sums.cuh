@@ -24,102 +24,108 @@ struct StreamSums : StreamLayout {
   }
 
   __device__ __forceinline__ void multiply_tiles(const IhcArguments& a) {
-    const int first_unit = (block_in_cluster() * kMmaWarps + (fresh_thread() >> 5)) * kUnits;
     // The grid has one row, but the compiler does not know, so that a test of it ends a basic block: without that,
     // ptxas interleaves the units until weights spill (64 bytes at every register count tried, 200 to 240).
     const unsigned int rows = grid_rows();
     const auto never = [&](unsigned int n) { return (kAnew ? grid_rows() : rows) == n; };
-    Shape::Weights weights[kUnits];
-    const float* w = a.w;
-    if constexpr (Shape::kSides == 2) {
-      deal(a.tokens);
-      w += side * kHc * Shape::kDepth;
-    }
-    {
-      float values[kUnits][Shape::kHalf][8];
-      // Unit by unit: all asked for at once, they come 0.3 us later (256 tokens). The first before anything else.
-      Shape::load_unit(w, first_unit, fresh_thread() & 31, values[0]);
+    const auto begin = [&] {
       take_registers<kMmaRegisters>();
       cluster_arrive();
       place();
       lane = fresh_thread() & 31;
       deal(a.tokens);
+    };
+    if constexpr (Shape::kPasses == 2)
+      begin();  // in the loop it would be in the way of the registers
+    else if constexpr (Shape::kSides == 2)
+      deal(a.tokens);
+    int tile = 0;
+    do {  // a pass: the weights of a side, its tiles
+      const int first_unit = (block_in_cluster() * kMmaWarps + (fresh_thread() >> 5)) * kUnits;
+      const float* w = a.w;
+      if constexpr (Shape::kSides == 2) w += side_of(tile) * kHc * Shape::kDepth;
+      Shape::Weights weights[kUnits];
+      float values[kUnits][Shape::kHalf][8];
+      // Unit by unit: all asked for at once, they come 0.3 us later (256 tokens). The first before anything else.
+      Shape::load_unit(w, first_unit, fresh_thread() & 31, values[0]);
+      if constexpr (Shape::kPasses == 1) begin();
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         weights[u].split(values[u]);
         if (never(100 + u)) return;
         if (u + 1 < kUnits) Shape::load_unit(w, first_unit + u + 1, lane, values[u + 1]);
       }
-    }
-    cluster_wait();
-    // Everything but the tile's number is worked out anew in each tile: the weights leave no registers.
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int index = static_cast<unsigned int>(tile) % kStages;
-      const int thread = fresh_thread(), warp = thread >> 5, g = (thread & 31) >> 2, t = thread & 3;
-      barrier_wait(&full[index], static_cast<unsigned int>(tile) / kStages & 1);
-      char* stage = stages + index * kStageBytes;
-      // A chunk's first unit is odd where kUnits is: its group and half are known at run time only.
-      const auto place = [&](int u, int b) {
-        const int unit = warp * kUnits + u;
-        return reinterpret_cast<uint4*>(stage + g * kTokenBytes + ((unit & 1) * Shape::kHalf + b) * kRowBytes +
-                                        (unit >> 1) * 64 + t * 16);
-      };
-      const auto has = [&](int u, int b) {
-        const int again = kAnew ? fresh_thread() : thread, unit = (again >> 5) * kUnits + u;
-        return (unit >> 1) * 32 + (again & 3) * 8 < kColumns && (unit & 1) * Shape::kHalf + b < kHc;
-      };
-      const auto x_of = [&](int u, int b) { return !kMasked || has(u, b) ? *place(u, b) : uint4{}; };
-      float4 total;
+      if (Shape::kPasses == 1 || tile == 0) cluster_wait();
+      // Everything but the tile's number is worked out anew in each tile: the weights leave no registers.
+      for (bool more = tile < tiles; more; more = ++tile < tiles && (Shape::kPasses == 1 || tile != tiles / 2)) {
+        const int index = static_cast<unsigned int>(tile) % kStages;
+        const int thread = fresh_thread(), warp = thread >> 5, g = (thread & 31) >> 2, t = thread & 3;
+        barrier_wait(&full[index], static_cast<unsigned int>(tile) / kStages & 1);
+        char* stage = stages + index * kStageBytes;
+        // A chunk's first unit is odd where kUnits is: its group and half are known at run time only.
+        const auto place = [&](int u, int b) {
+          const int unit = warp * kUnits + u;
+          return reinterpret_cast<uint4*>(stage + g * kTokenBytes + ((unit & 1) * Shape::kHalf + b) * kRowBytes +
+                                          (unit >> 1) * 64 + t * 16);
+        };
+        const auto has = [&](int u, int b) {
+          const int again = kAnew ? fresh_thread() : thread, unit = (again >> 5) * kUnits + u;
+          return (unit >> 1) * 32 + (again & 3) * 8 < kColumns && (unit & 1) * Shape::kHalf + b < kHc;
+        };
+        const auto x_of = [&](int u, int b) { return !kMasked || has(u, b) ? *place(u, b) : uint4{}; };
+        float4 total;
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        Shape::Sums sums;
+        for (int u = 0; u < kUnits; ++u) {
+          Shape::Sums sums;
 #pragma unroll
-        for (int from = 0; from < Shape::kHalf; from += kBlocksAtOnce) {
-          uint4 v[kBlocksAtOnce];
+          for (int from = 0; from < Shape::kHalf; from += kBlocksAtOnce) {
+            uint4 v[kBlocksAtOnce];
 #pragma unroll
-          for (int b = 0; b < kBlocksAtOnce; ++b) v[b] = x_of(u, from + b);
-          if constexpr (kPost) {
-            const int unit = warp * kUnits + u;
-            const float* h = h_in + (index * kTileTokens + g) * kHc + (unit & 1) * Shape::kHalf;
-            float post[8];
-            unpack<kXDtype>(*reinterpret_cast<uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes +
-                                                      (unit >> 1) * 64 + t * 16),
-                            post);
+            for (int b = 0; b < kBlocksAtOnce; ++b) v[b] = x_of(u, from + b);
+            if constexpr (kPost) {
+              const int unit = warp * kUnits + u;
+              const float* h = h_in + (index * kTileTokens + g) * kHc + (unit & 1) * Shape::kHalf;
+              float post[8];
+              unpack<kXDtype>(*reinterpret_cast<uint4*>(stage + kTileTokens * kTokenBytes + g * kPostBytes +
+                                                        (unit >> 1) * 64 + t * 16),
+                              post);
+#pragma unroll
+              for (int b = 0; b < kBlocksAtOnce; ++b) {
+                if (kMasked && !has(u, from + b)) continue;  // as it is: zero
+                v[b] = post_octet<kXDtype>(post, v[b], h[from + b]);
+                *place(u, from + b) = v[b];
+              }
+            }
 #pragma unroll
             for (int b = 0; b < kBlocksAtOnce; ++b) {
-              if (kMasked && !has(u, from + b)) continue;  // as it is: zero
-              v[b] = post_octet<kXDtype>(post, v[b], h[from + b]);
-              *place(u, from + b) = v[b];
+              sums.add(weights[u], from + b, v[b]);
+              if (kApart && never(400 + u)) return;
+              if (kWide && b + 1 < kBlocksAtOnce) {
+                if (never(300 + u)) return;
+                v[b + 1] = x_of(u, from + b + 1);
+              }
             }
+            if (Shape::kPasses == 2 && !kApart && never(400 + u)) return;
           }
-#pragma unroll
-          for (int b = 0; b < kBlocksAtOnce; ++b) {
-            sums.add(weights[u], from + b, v[b]);
-            if (kApart && never(400 + u)) return;
-            if (kWide && b + 1 < kBlocksAtOnce) {
-              if (never(300 + u)) return;
-              v[b + 1] = x_of(u, from + b + 1);
-            }
-          }
+          total = u == 0 ? sums.result(weights[u]) : total + sums.result(weights[u]);
+          if (u % kUnitsAtOnce == kUnitsAtOnce - 1 && never(200 + u)) return;
         }
-        total = u == 0 ? sums.result(weights[u]) : total + sums.result(weights[u]);
-        if (u % kUnitsAtOnce == kUnitsAtOnce - 1 && never(200 + u)) return;
-      }
-      if constexpr (kPost) {
-        fence_bulk();
+        if constexpr (kPost) {
+          fence_bulk();
+          __syncwarp();
+          if ((fresh_thread() & 31) == 0) barrier_arrive(&y_full[index]);
+        }
+        const int pair = tile & 1;
+        barrier_wait(&partials_empty[pair], (tile >> 1 & 1) ^ 1);
+        const int again = fresh_thread(), lane = again & 31;
+        store_partials<4>(partials + (pair * kMmaWarps + (again >> 5)) * 4 * kQuads, total, lane);
         __syncwarp();
-        if ((fresh_thread() & 31) == 0) barrier_arrive(&y_full[index]);
+        if (lane == 0) {
+          barrier_arrive(&partials_full[pair]);
+          barrier_arrive(&empty[index]);
+        }
       }
-      const int pair = tile & 1;
-      barrier_wait(&partials_empty[pair], (tile >> 1 & 1) ^ 1);
-      const int again = fresh_thread(), lane = again & 31;
-      store_partials<4>(partials + (pair * kMmaWarps + (again >> 5)) * 4 * kQuads, total, lane);
-      __syncwarp();
-      if (lane == 0) {
-        barrier_arrive(&partials_full[pair]);
-        barrier_arrive(&empty[index]);
-      }
-    }
+    } while (Shape::kPasses == 2 && tile < tiles);
   }
 
   // The block's 8 chunks as a tree, told to the blocks that work out gates, a token each. When all told all, 144 stores
@@ -169,10 +175,9 @@ struct StreamSums : StreamLayout {
               own = kOwn == 1 ? 0 : lane / (kLanes * kRanks);
     const int token = kOwn == 1 ? rank % kTileTokens : rank + own * kRanks;
     const bool used = i < kHc;
-    const GateScales pre = GateScales::of<kHc>(Shape::kSides == 2 ? side * kHc + i : i, used, a.hc_scale, a.hc_base,
-                                               a.magnitude, a.hc_eps);
+    const GateScales pre = GateScales::of<kHc>(i, used, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
     const GateScales post =
-        GateScales::of<kHc>(kHc + i, used && kReturns, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
+        GateScales::of<kHc>(kHc + i, used && Shape::kOp != kHead, a.hc_scale, a.hc_base, a.magnitude, a.hc_eps);
 #pragma unroll 1
     for (int tile = kAlternate ? rank / kTileTokens : 0; tile < tiles; tile += kAlternate ? 2 : 1) {
       const Turn<kStages> turn(tile);
@@ -185,7 +190,8 @@ struct StreamSums : StreamLayout {
         return tree_of<kRanks>([&](int r) { return from[4 * r * kTokenQuads + place]; });
       };
       const float squares = tree(kOutputs);
-      const float gate = pre.gate<static_cast<int>(Shape::kDepth)>(tree(i), squares, a.norm_eps);
+      const bool other = Shape::kSides == 2 && side_of(tile) == 1;
+      const float gate = (other ? post : pre).gate<static_cast<int>(Shape::kDepth)>(tree(i), squares, a.norm_eps);
       const int2 place = places[turn.index];  // before the gates are told: then the stage may be loaded anew
       const int post_row = Shape::kPostRow + i;
       const float early = kReturns && kAlternate ? tree(post_row) : 0.0f;  // before, too: see kSlots
@@ -197,7 +203,7 @@ struct StreamSums : StreamLayout {
                      gate, peer_address(shared_address(&gates_full[turn.index]), peer + more));
       }
       if constexpr (Shape::kSides == 2) {
-        if (side == 1 && lane < kHc && token < place.y) a.h_next[(place.x + token) * a.h_next_tokens + i] = gate;
+        if (other && lane < kHc && token < place.y) a.h_next[(place.x + token) * a.h_next_tokens + i] = gate;
       }
       if (kReturns && (kOwn == 1 ? lane < kHc : used && peer == 0) && token < place.y)
         a.h_next[(place.x + token) * a.h_next_tokens + i] =
