@@ -153,7 +153,9 @@ TIGHT = [
     ("ihc_post_pre", 3, 2816, "bfloat16", 4096, False, 8),
     ("ihc_post_pre", 4, 8192, "bfloat16", 8, True, 8),
     ("ihc_post_pre", 2, 12288, "bfloat16", 8, True, 8),
-    ("ihc_head", 8, 6144, "bfloat16", 4096, True, 8),
+    ("ihc_pre", 8, 6144, "bfloat16", 4096, False, 8),
+    ("ihc_post_pre", 8, 6144, "bfloat16", 4096, True, 8),
+    ("ihc_post_pre", 7, 6144, "bfloat16", 4096, False, 4),
     ("ihc_head", 7, 6144, "bfloat16", 4096, True, 4),
     ("ihc_head", 5, 2560, "bfloat16", 4096, True, 1),
 ]

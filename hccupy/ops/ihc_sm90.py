@@ -12,12 +12,8 @@ from .ihc_launch import vector
 
 # hidden from which on they are faster than what serves every size. H200, 16384 tokens, bf16, microseconds, that and these: hc 4, hidden 256 29.5
 # and 37.1, 512 59 and 37; hc 3, 512 39.6 and 33.8; hc 2, 256 14.4 and 29.0, 2048 93 and 51. hc 1 is faster at some sizes (4096 87 and 77) and not
-# at others (post_pre 141 and 140, 2048 with a norm 55 and 69). Over 4 channels ihc_head alone: hc 8, 1024 154 and 121, 2048 317 and 140; hc 5, 1024
-# 103 and 103, 2560 305 and 164.
-#
-# Why not the others, whose outputs take two sides of clusters there (kernels/NOTES.md): post_pre updated in place, the side of the post gates read
-# rows that the other had overwritten (17 differences in 103,542 calls of the soaks); and at hc 8 its tensor sums are added in two chains where pre has
-# one, so the two gave different bits. Both sides would have to read what is theirs alone, and to add alike.
+# at others (post_pre 141 and 140, 2048 with a norm 55 and 69). hc 8, 1024 222
+# and 224, head 154 and 121, 2048 473 and 258, head 317 and 140; hc 5, 1024 182 and 189, 2560 422 and 308.
 LEAST = {2: 1024, 3: 512, 4: 512, 5: 2560, 6: 2048, 7: 2048, 8: 2048}
 TILE = 8  # tokens: the n of mma.m16n8k16
 OPS = {"ihc_pre": 0, "ihc_head": 1, "ihc_post_pre": 2}
