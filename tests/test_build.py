@@ -189,12 +189,13 @@ def test_sm90_pre_and_post_pre_add_alike(monkeypatch):
     assert made is not None and len(lines) > 20
     head = "template <class A, class B> struct Same { static constexpr bool value = false; };\ntemplate <class A> struct Same<A, A> { static constexpr bool value = true; };"
     text = "\n".join(['#include "common/sm90_ihc.cuh"', "namespace hccupy {", head, *lines, "}", 'extern "C" __global__ void nothing() {}'])
+    alike = replace(made, source="alike.cu", entry="nothing", defines={})
     files = {**build.sources(), "alike.cu": text.encode()}
     monkeypatch.setattr(build, "sources", lambda: files)
-    build.compile_plan(replace(made, source="alike.cu", entry="nothing", defines={}))
+    build.compile_plan(alike)
     files["alike.cu"] = text.replace("IhcShape<2, 4, 6144,", "IhcShape<2, 4, 7168,").encode()
     with pytest.raises(CompileError, match="4 x 6144"):
-        build.compile_plan(replace(made, source="alike.cu", entry="nothing", defines={}))
+        build.compile_plan(alike)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -16,7 +16,7 @@ from .ihc_launch import vector
 # 103 and 103, 2560 305 and 164.
 #
 # Why not the others, whose outputs take two sides of clusters there (kernels/NOTES.md): post_pre updated in place, the side of the post gates read
-# rows that the other had overwritten (17 differences in 103,542 calls of the soaks); and at hc 8 its tensor sums are added in two chains where pre has
+# rows that the other had overwritten (17 differences in two soaks of 8 minutes); and at hc 8 its tensor sums are added in two chains where pre has
 # one, so the two gave different bits. Both sides would have to read what is theirs alone, and to add alike.
 LEAST = {2: 1024, 3: 512, 4: 512, 5: 2560, 6: 2048, 7: 2048, 8: 2048}
 TILE = 8  # tokens: the n of mma.m16n8k16
