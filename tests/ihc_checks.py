@@ -152,27 +152,18 @@ def fused_is_composed(hc: int, hidden: int, tokens: int, dtype: str, rng: np.ran
         assert np.array_equal(bits(a), bits(b)), f"{name} differs from the two calls"
 
 
-def in_place(hc: int, hidden: int, dtype: str, rng: np.random.Generator, on: Adapter) -> None:
-    """out=residual gives the bits of a separate output."""
-    spec = REGISTRY["ihc_post"]
-    given = spec.make_inputs(Case("in place", {"tokens": 9, "hc": hc, "hidden": hidden}, {}, dtype), rng)
-    (want,) = call("ihc_post", given, on)
-    arrays = {k: on.put(v.copy()) for k, v in given.items()}
-    result = hccupy.ihc_post(**arrays, out=arrays["residual"])
-    on.synchronize()
-    assert np.array_equal(bits(on.get(arrays["residual"])), bits(want))
-    assert on.name == "dlpack" or result is arrays["residual"]
-
-
-def fused_in_place(hc: int, hidden: int, tokens: int, dtype: str, rng: np.random.Generator, on: Adapter) -> None:
-    """ihc_post_pre(out=residual) gives the bits of a separate output. Many tokens: clusters that share rows would have to run far apart."""
-    spec = REGISTRY["ihc_post_pre"]
-    case = Case("in place", {"tokens": tokens, "hc": hc, "hidden": hidden}, spec.cases[0].scalars, dtype, {"norm": True})
+def in_place(op: str, hc: int, hidden: int, tokens: int, dtype: str, rng: np.random.Generator, on: Adapter, times: int = 1) -> None:
+    """out=residual gives the bits of a separate output. With many tokens, clusters that shared rows would run far apart."""
+    spec = REGISTRY[op]
+    case = Case("in place", {"tokens": tokens, "hc": hc, "hidden": hidden}, spec.cases[0].scalars, dtype, {"norm": op != "ihc_post"})
     given = spec.make_inputs(case, rng)
-    want = call("ihc_post_pre", given, on)
-    for _ in range(5):
+    want = call(op, given, on)
+    for _ in range(times):
         arrays = {k: on.put(v.copy() if isinstance(v, np.ndarray) else v) for k, v in given.items()}
-        got = hccupy.ihc_post_pre(**arrays, out=arrays["residual"])
+        result = getattr(hccupy, op)(**arrays, out=arrays["residual"])
+        got = result if isinstance(result, tuple) else (result,)
         on.synchronize()
-        for o, g, w in zip(spec.outputs, got, want, strict=True):
+        assert np.array_equal(bits(on.get(arrays["residual"])), bits(want[0]))
+        assert on.name == "dlpack" or got[0] is arrays["residual"]
+        for o, g, w in zip(spec.outputs[1:], got[1:], want[1:], strict=True):
             assert np.array_equal(bits(on.get(g)), bits(w)), f"{o.name}: other bits in place"

@@ -123,7 +123,7 @@ def calls() -> list[Call]:
             _ihc(op, "stream of 2 blocks", 72, 2, 1024, "bfloat16", op != "ihc_head"),
             _ihc(op, "stream of 4 blocks, short columns", 40, 4, 2880, "float16", op != "ihc_post_pre", "torch"),
             _ihc(op, "stream of 16 blocks", 40, 4, 8192, "bfloat16", True),
-            _ihc(op, "stream of 8 channels", 24, 8, 2048, "bfloat16", True),
+            _ihc(op, "8 channels of 2048", 24, 8, 2048, "bfloat16", True),
             _ihc(op, "tensor of 8 channels", 11, 8, 1024, "bfloat16", True),
             _ihc(op, "tensor of 4100", 3, 4, 4100, "bfloat16", False, "torch"),
             _ihc(op, "portable", 7, 3, 257, "float16", True),

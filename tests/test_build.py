@@ -178,6 +178,28 @@ def test_sm90_blocks_and_clusters_are_as_planned(hc, hidden, tokens):
     assert re.search(rf"\.maxntid {made.launch.block[0]}\b", text) and re.search(rf"\.reqnctapercluster {made.launch.cluster}\b", text), made.launch
 
 
+def test_sm90_pre_and_post_pre_add_alike(monkeypatch):
+    """A token's gates are the same bits from ihc_pre and ihc_post_pre: tensor sums in as many chains (two and one once differed, at 8 channels)."""
+    shapes = [(hc, hidden, dtype) for hc in range(2, 9) for hidden in (1024, 2880, 4096, 6144, 7168, 8192) for dtype in ("bfloat16", "float16")]
+    lines, made = [], None
+    for hc, hidden, dtype in shapes:
+        plans = [plan_for(op, {"tokens": 4096, "hc": hc, "hidden": hidden}, dtype, "sm_90a") for op in ("ihc_pre", "ihc_post_pre")]
+        if all(p.variant == "sm90_stream" for p in plans):
+            made = plans[0]
+            words = f"{hc}, {hidden}, {made.defines['kXDtype']}, 0, false, true, 8, {made.defines['kRanks']}"
+            lines.append(f'static_assert(Same<IhcShape<0, {words}>::Sums, IhcShape<2, {words}>::Sums>::value, "{hc} x {hidden} {dtype}");')
+    assert made is not None and len(lines) > 20
+    head = "template <class A, class B> struct Same { static constexpr bool value = false; };\ntemplate <class A> struct Same<A, A> { static constexpr bool value = true; };"
+    text = "\n".join(['#include "common/sm90_ihc.cuh"', "namespace hccupy {", head, *lines, "}", 'extern "C" __global__ void nothing() {}'])
+    alike = replace(made, source="alike.cu", entry="nothing", defines={})
+    files = {**build.sources(), "alike.cu": text.encode()}
+    monkeypatch.setattr(build, "sources", lambda: files)
+    build.compile_plan(alike)
+    files["alike.cu"] = text.replace("IhcShape<2, 4, 6144,", "IhcShape<2, 4, 7168,").encode()
+    with pytest.raises(CompileError, match="4 x 6144"):
+        build.compile_plan(alike)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_K4_gpu_newer_than_nvrtc_gets_ptx(op):
     """A device of tomorrow: PTX of the newest architecture known, without flush to zero (but inside expf, on its scaled argument, and in 1 / q_scale, at least 2e-15)."""
