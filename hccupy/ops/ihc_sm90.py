@@ -129,7 +129,7 @@ def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool, sides: int
 
 def cluster_tokens(tokens: int) -> int:
     """Most tokens of a cluster of 16 blocks. pre at 8 tokens: 4 a cluster 2.63, 8 a cluster 3.11; at 16: 6 2.96, 8 3.17, 4 3.41 (norm 3.47, 3.66, 3.86)."""
-    return 4 if tokens <= 8 else 6 if tokens <= 18 else 8
+    return 4 if tokens <= 12 else 6 if tokens <= 18 else 8
 
 
 def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:

@@ -265,14 +265,17 @@ __device__ __forceinline__ uint4 post_octet(const float (&x)[8], uint4 residual,
 }
 
 // pre: z = sum over channels of h_pre x, of 8 columns, before its rounding.
+__device__ __forceinline__ void add_channel(int channel, const float (&x)[8], float h, float (&z)[8]) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k) z[k] = channel == 0 ? __fmul_rn(h, x[k]) : fmaf(h, x[k], z[k]);
+}
 template <int kXDtype, int kHc>
 __device__ __forceinline__ void reduce_channels(const uint4 (&x)[kHc], const float (&h)[kHc], float (&z)[8]) {
 #pragma unroll
   for (int i = 0; i < kHc; ++i) {
     float values[8];
     unpack<kXDtype>(x[i], values);
-#pragma unroll
-    for (int k = 0; k < 8; ++k) z[k] = i == 0 ? __fmul_rn(h[0], values[k]) : fmaf(h[i], values[k], z[k]);
+    add_channel(i, values, h[i], z);
   }
 }
 

@@ -136,6 +136,29 @@ __device__ __forceinline__ void sync_threads() {
   asm volatile("bar.sync 1, %0;" ::"n"(kCount) : "memory");
 }
 
+// The value is worked out by here: ptxas would move arithmetic to where it is used, but it moves no shuffle. All lanes.
+__device__ __forceinline__ void settle_early(unsigned int& value) {
+  asm volatile("{\n.reg .u32 lane;\nmov.u32 lane, %%laneid;\nshfl.sync.idx.b32 %0, %0, lane, 31, 0xffffffff;\n}"
+               : "+r"(value));
+}
+__device__ __forceinline__ void settle_early(int& value) {
+  unsigned int bits = value;
+  settle_early(bits);
+  value = bits;
+}
+__device__ __forceinline__ void settle_early(float& value) {
+  unsigned int bits = float_bits(value);
+  settle_early(bits);
+  value = float_from_bits(bits);
+}
+template <class Byte>
+__device__ __forceinline__ void settle_early(Byte*& pointer) {
+  const size_t at = __cvta_generic_to_global(pointer);
+  unsigned int low = static_cast<unsigned int>(at), high = static_cast<unsigned int>(at >> 32);
+  settle_early(low), settle_early(high);
+  pointer = static_cast<Byte*>(__cvta_global_to_generic(static_cast<size_t>(high) << 32 | low));
+}
+
 // ---- registers per thread, by warpgroup ------------------------------------------------------------------------
 
 template <int kRegisters>
