@@ -65,7 +65,7 @@ display(plot.norm_figure(bench))
 # %% [markdown]
 # ## Other sizes
 #
-# The fastest kernels serve rows of 16 bits with 2 to 4 channels (`ihc_head`: 8), in steps of 128 columns at most. Others run kernels that serve every size.
+# The fastest kernels serve rows of 16 bits with 2 to 8 channels, in steps of 128 columns at most. Others run kernels that serve every size.
 
 # %%
 display(plot.sizes_figure(bench))

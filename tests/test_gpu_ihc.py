@@ -54,7 +54,7 @@ def test_ihc_G3_channel_counts(op, hc, hidden, rng):
 
 # Shapes of each kind of kernel: sm_90a in clusters of 8, 16, 4 and 2 blocks, whose columns fill their groups or do not; tensor, portable.
 SM90 = [(4, 6144, "bfloat16"), (4, 4096, "float16"), (4, 8192, "bfloat16"), (4, 2880, "bfloat16"), (3, 2880, "float16"), (2, 2048, "bfloat16")]
-SM90 += [(8, 2048, "bfloat16"), (7, 4096, "bfloat16"), (5, 2560, "float16")]  # ihc_head; the other ops by the tensor kernel
+SM90 += [(8, 2048, "bfloat16"), (7, 4096, "bfloat16"), (5, 2560, "float16")]  # over 8 outputs: two sides of them
 KINDS = [*SM90, (8, 1024, "bfloat16"), (4, 2052, "float32"), (2, 576, "float32"), (3, 257, "bfloat16")]
 
 

@@ -12,8 +12,8 @@ from .ihc_launch import vector
 
 # hidden from which on they are faster than what serves every size. H200, 16384 tokens, bf16, microseconds, that and these: hc 4, hidden 256 29.5
 # and 37.1, 512 59 and 37; hc 3, 512 39.6 and 33.8; hc 2, 256 14.4 and 29.0, 2048 93 and 51. hc 1 is faster at some sizes (4096 87 and 77) and not
-# at others (post_pre 141 and 140, 2048 with a norm 55 and 69). hc 8, 1024 222
-# and 224, head 154 and 121, 2048 473 and 258, head 317 and 140; hc 5, 1024 182 and 189, 2560 422 and 308.
+# at others (post_pre 141 and 140, 2048 with a norm 55 and 69). hc 8, 1024 222 and 224, head 154 and 121, 2048 473 and 258, head 317 and 140; hc 5,
+# 1024 182 and 189, 2560 422 and 308.
 LEAST = {2: 1024, 3: 512, 4: 512, 5: 2560, 6: 2048, 7: 2048, 8: 2048}
 TILE = 8  # tokens: the n of mma.m16n8k16
 OPS = {"ihc_pre": 0, "ihc_head": 1, "ihc_post_pre": 2}
@@ -128,7 +128,7 @@ def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool, sides: int
 
 
 def cluster_tokens(tokens: int) -> int:
-    """Most tokens of a cluster of 16 blocks. pre at 8 tokens: 4 a cluster 2.63, 8 a cluster 3.11; at 16: 6 2.96, 8 3.17, 4 3.41 (norm 3.47, 3.66, 3.86)."""
+    """Most tokens of a cluster of 16 blocks. pre at 12 tokens: 4 a cluster 2.29, 6 2.49; at 16: 6 2.66, 8 2.77; at 24: 8 2.88, 6 3.16 (norm 2.99 and 3.22, 3.27 and 3.49, 3.57 and 3.78)."""
     return 4 if tokens <= 12 else 6 if tokens <= 18 else 8
 
 
