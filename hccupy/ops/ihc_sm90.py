@@ -84,15 +84,13 @@ def resident(ranks: int, arch: Arch) -> int:
     return arch.sms // 2 if ranks == 2 else arch.clusters_of_8 * 8 // ranks
 
 
-def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool, sides: int = 1) -> int:
+def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
     """Clusters that stream so many tokens, of `fit` that run at once.
 
     Not all where tokens are few: the next grid stands beside this one then, and has its weights when this one ends. Measured with 15 clusters of
     8 blocks that fit (hc 4, hidden 6144, microseconds), stated as shares of them; with 7 of 16 blocks and with 30 and 66 of 4 and 2 where that
     is said. The bits do not depend on it.
     """
-    if sides == 2:  # half of them for the post gates
-        return max(2, min(2 * ceil_div(tokens, TILE), fit))
     if fit < 8:  # hidden 8192: fewer clusters unless that takes a round of tiles more
         if tokens <= 2 * TILE * (fit - 2):
             wanted = fit - 2  # at 40 tokens: pre 5 clusters 4.31, 3 4.39, 7 5.05; with a norm 4.93 and 5.65 (4); post_pre 4.95 and 5.67 (4)
@@ -153,7 +151,11 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
         why = f"{clusters} clusters of 16 blocks, up to {each} tokens each, weights and rows in registers"
         block = (warps + (warps < 16)) * 32  # a warp for the gates that are only returned
         return Launch((16 * clusters, 1, 1), (block, 1, 1), cluster=16, pdl=True, defines=defines, why=why), "cluster"
-    clusters = stream_clusters(tokens, resident(ranks, arch), post=op == 2, norm=b.has("rms_weight"), sides=2 if hc > 4 and op == 0 else 1)
+    fit = resident(ranks, arch)
+    if hc > 4 and b.op == "ihc_pre":  # two sides: half of the clusters work on the post gates alone
+        clusters = max(2, min(2 * ceil_div(tokens, TILE), fit))
+    else:
+        clusters = stream_clusters(tokens, fit, post=b.op == "ihc_post_pre", norm=b.has("rms_weight"))
     smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
     why = f"{clusters} persistent clusters of {ranks} blocks stream tiles of 8 tokens through shared memory, weights in registers"
     return Launch((ranks * clusters, 1, 1), (512, 1, 1), smem, cluster=ranks, pdl=True, defines=defines, why=why), "stream"
