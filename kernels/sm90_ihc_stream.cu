@@ -40,7 +40,9 @@ struct IhcKernel {
   // own tiles are done: every byte that peers send it has arrived by then.
   static __device__ __forceinline__ void run(const IhcArguments& a) {
     const int warp = threadIdx.x >> 5;
-    let_next_grid_start();
+    // Half a tile a cluster at most: nothing of it is in the next grid's way. Else the loader says so. hc 4, hidden
+    // 2560, 40 tokens in 15 clusters 2.93 -> 2.76 us.
+    if (a.tokens <= Layout::kHalfTokens * (gridDim.x / kRanks)) let_next_grid_start();
     // The compiler sets the last branch first: the loader, so that its instructions, which a launch waits for, stand in
     // one line and are fetched soonest.
     if (warp < kMmaWarps) {

@@ -99,26 +99,19 @@ def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
         else:
             wanted = fit  # pre at 256 tokens: 7 clusters 9.56, 6 10.15
         return max(1, wanted)
-    if fit >= 30 and tokens <= 3 * TILE * (fit - 2):
-        # hc 2, hidden 6144 at 64 tokens: post_pre 15 clusters 4.56, 10 4.74; at 128 28 5.53, 15 6.66, pre 4.27 and 4.82. hc 4, hidden 1024: post_pre
-        # at 64 33 clusters 3.09, 10 3.75; pre at 512 64 4.11, 33 4.53.
-        return fit // 2 if tokens <= TILE * (fit // 2) else fit - 2
-    longer = post or norm  # a tile takes longer
-    two_tiles = ceil_div(fit, 2) if longer else fit // 2
-    if tokens <= TILE * ceil_div(fit, 2):  # one tile each
-        if post:
-            wanted = ceil_div(tokens, 7)  # 64 tokens: 8 clusters 6.06, 9 5.66, 10 5.57, 11 5.65
-        elif tokens <= TILE * (fit // 2):
-            wanted = fit // 2  # as many as the next grid has room for. pre at 48 tokens: 7 clusters 3.71, 6 3.89; at 56: 7 3.90, 8 4.42
-        else:
-            wanted = ceil_div(2 * tokens, 2 * TILE - 1)  # pre at 64: 9 clusters 0.02 to 0.14 before 8 and 10 on three machines of four; 7 of two tiles 4.61
-    elif tokens <= 2 * TILE * two_tiles:
-        wanted = two_tiles  # pre at 112 tokens: 7 clusters 5.4, 8 5.9, 14 5.4
+    half = fit // 2  # as many as the next grid has room for; more, and some blocks start late. pre at 48 tokens: 7 clusters 3.4, 8 4.1, 10 4.15
+    if tokens <= TILE * (fit - 2):
+        # One tile each. At 64: pre 8 clusters 4.10, 9 4.19, 7 4.58; with a norm 5.01, 5.08, 5.42. At 88: pre 11 4.48, 7 4.68; post_pre 5.68 and 6.4
+        wanted = max(half, ceil_div(tokens, TILE))
+    elif tokens <= 2 * TILE * (fit - 2):
+        # Two tiles. At 112: pre 7 clusters 4.87, 8 5.35, 13 5.55; with a norm 5.72, 6.17, 6.67. At 160: 10 5.72, 13 5.92. 30 that fit, hc 2, hidden
+        # 6144 at 240: pre 15 5.42, 20 5.72, 28 5.73
+        wanted = max(half, ceil_div(tokens, 2 * TILE))
     elif tokens <= 3 * TILE * (fit - 2):
         wanted = fit - 2  # two of the next grid get in. 256 tokens: pre 13 clusters 8.14, 12 8.20, 15 9.0
     elif norm and not post and tokens <= 5 * TILE * (fit - 2):
         wanted = fit - 2  # at 512 tokens: 15 clusters 13.5, 14 13.2, 13 13.0
-    elif not longer and tokens <= 5 * TILE * (fit - 1):
+    elif not post and not norm and tokens <= 5 * TILE * (fit - 1):
         wanted = fit - 1  # pre at 512 tokens: 15 clusters 12.25, 14 11.98, 13 12.06
     else:
         wanted = fit
@@ -144,7 +137,7 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
     hc = b.axes["hc"]
     ranks = stream_ranks(hc, hidden)
     warps = ranks // 2 * chunk_units(hidden, ranks) // 2  # of a block of the kernel for few tokens, a group of 32 columns each
-    defines = {"kOp": op, "kVec": vec, "kRanks": ranks}
+    defines = {"kOp": op, "kVec": vec, "kRanks": ranks, "kLanesAsk": 0}
     if hc <= 4 and tokens <= 32 and arch.clusters_of_16 and warps <= (24 if hc == 2 else 16):  # more spill
         each = cluster_tokens(tokens)
         clusters = ceil_div(tokens, each)
@@ -156,6 +149,10 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
         clusters = max(2, min(2 * ceil_div(tokens, TILE), fit))
     else:
         clusters = stream_clusters(tokens, fit, post=b.op == "ihc_post_pre", norm=b.has("rms_weight"))
+    most = ceil_div(tokens, clusters * ceil_div(tokens, clusters * TILE))  # tokens of a tile
+    # With fewer rows a tile the loader asks sooner: hc 2, hidden 6144, 64 tokens in 15 clusters 3.4, by lanes 3.7.
+    lanes_ask = vec == 8 and (hc <= 4 or b.op == "ihc_head") and tokens <= 2 * TILE * clusters and most * hc >= 14
+    defines["kLanesAsk"] = int(lanes_ask)
     smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
     why = f"{clusters} persistent clusters of {ranks} blocks stream tiles of 8 tokens through shared memory, weights in registers"
     return Launch((ranks * clusters, 1, 1), (512, 1, 1), smem, cluster=ranks, pdl=True, defines=defines, why=why), "stream"

@@ -7,6 +7,7 @@ namespace baked {
 constexpr int op = kOp;  // 0 ihc_pre, 1 ihc_head, 2 ihc_post_pre
 constexpr int hc = kHc, hidden = kHidden, x_dtype = kXDtype, vec = kVec, ranks = kRanks;
 constexpr bool has_rms_weight = kHasRmsWeight, round_before_norm = kRoundBeforeNorm;
+constexpr bool lanes_ask = kLanesAsk;  // of the streaming kernel alone
 constexpr int rms_weight_dtype = kRmsWeightDtype;
 }  // namespace baked
 }  // namespace hccupy
@@ -27,6 +28,7 @@ constexpr int rms_weight_dtype = kRmsWeightDtype;
 #undef kHasRmsWeight
 #undef kRmsWeightDtype
 #undef kRoundBeforeNorm
+#undef kLanesAsk
 
 #include "common/sm90_ihc.cuh"
 

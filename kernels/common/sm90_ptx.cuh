@@ -122,6 +122,12 @@ __device__ __forceinline__ void store_whole_if(bool wanted, uint4* to, uint4 wor
                : "memory");
 }
 
+// async_copy to a place that is a shared address already.
+template <int kBytes>
+__device__ __forceinline__ void async_copy_to(unsigned int to, const void* from) {
+  async_copy<kBytes>(__cvta_shared_to_generic(to), from);
+}
+
 // Arrives on the barrier once this thread's async_copy are there.
 __device__ __forceinline__ void async_copies_arrive(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");

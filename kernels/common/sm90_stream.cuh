@@ -3,7 +3,7 @@
 // A tile is up to 8 tokens; block `rank` of a cluster owns an equal share of the columns, of all channels. Each warp
 // has one job and barriers in shared memory link them, so that the mma warps run tiles ahead of the apply warps:
 //
-// * mma, 8 warps: a chunk each, dots and squares; post_pre: y in place.
+// * mma, 8 warps: a chunk each, dots and squares; post_pre: y in place. kLanesAsk: asks for x of the first tile.
 //   Waits for full, partials_empty; tells partials_full, empty, y_full.
 // * apply, 4 warps: z of a token each, then of another; norm: squares told.
 //   Waits for gates_full, norm_full; tells empty.
@@ -68,6 +68,10 @@ struct StreamLayout {
   // for every other token then: hidden 8192, 16384 tokens 357 -> 321 us, 10240 416 -> 400; hc 8, hidden 6144 847 ->
   // 731, 4096 800 -> 543. In clusters of 8 (hc 4, 4096: 173 -> 164 us) it costs 1024 tokens 14.6 -> 15.1.
   static constexpr bool kShortRows = kRowBytes <= 1280;
+  // One or two tiles: the first is asked for by the mma lanes, each the octets that it multiplies. The loader takes 70
+  // cycles a row, 1.1 us a tile, and multiplying starts with the last one's bytes. us, 112 tokens 5.7 -> 5.0, 64 4.28
+  // -> 4.18, post_pre 112 7.4 -> 6.8.
+  static constexpr bool kLanesAsk = baked::lanes_ask;
   static constexpr bool kAsyncRows = kVec == 2 || kVec == 4;  // no bulk copies, but cp.async
   static constexpr bool kTwoLoaders = kShortRows && (kRanks == 16 || kHc > 4) && kVec == 8 && !kPost;
   // Tiles asked for at once. 1 starves memory (89 us at 4096) and 3 costs up to 7 us at 16384, but for small tiles of
@@ -92,6 +96,7 @@ struct StreamLayout {
   static_assert(2 * kMmaRegisters + kApplyRegisters + kHelperRegisters == 512,
                 "the warpgroups share what 512 threads of 128 registers start with");
   static_assert(kStages >= 2, "a ring needs two stages");
+  static_assert(!kLanesAsk || (kVec == 8 && Shape::kSides == 1), "lanes ask for 16 bytes, and for no tile twice");
   static_assert(kWeightRegisters <= 168, "the weights of a chunk must fit in the registers of a warp");
   static_assert(kStageBytes % 16 == 0, "the parts of shared memory stay aligned");
 
@@ -138,7 +143,7 @@ struct StreamLayout {
     if (elect_lane()) {
 #pragma unroll
       for (int k = 0; k < kStages; ++k) {
-        barrier_init(&full[k], 1 + (kPost || kAsyncRows ? 32 : 0));
+        barrier_init(&full[k], 1 + (kPost || kAsyncRows ? 32 : 0) + (kLanesAsk && k == 0 ? kMmaWarps * 32 : 0));
         barrier_init(&empty[k], kMmaWarps + kApplyWarps + (kPost ? 1 : 0));
       }
       fence_barrier_init();
@@ -187,16 +192,16 @@ struct StreamLayout {
     cluster = block / kRanks, rank = block % kRanks;
     clusters = gridDim.x / kRanks;
     side = 0;
-    if constexpr (Shape::kSides >
-                  Shape::kPasses) {  // 7 clusters: 4 and 3, which take 1.4 and 1.05 us a tile at hc 8, hidden 6144
+    constexpr bool kApart = Shape::kSides > Shape::kPasses;  // some clusters work on one side, the others on the other
+    if constexpr (kApart) {  // 7 clusters: 4 and 3, which take 1.4 and 1.05 us a tile at hc 8, hidden 6144
       const int first = (clusters + 1) / 2;
       side = cluster >= first;
       cluster -= side ? first : 0;
       clusters = side ? clusters - first : first;
     }
     const unsigned int most = kTileTokens * clusters;
-    tiles = cluster < tokens ? (static_cast<unsigned int>(tokens) + most - 1) / most
-                             : 0;  // with fewer tokens than clusters: none
+    // None where there are fewer tokens than clusters.
+    tiles = cluster < tokens ? (static_cast<unsigned int>(tokens) + most - 1) / most : 0;
     tiles *= Shape::kPasses;
   }
   // With two passes, all tiles of the post gates come first.

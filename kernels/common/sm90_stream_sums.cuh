@@ -2,7 +2,7 @@
 // gates.
 #pragma once
 
-#include "common/sm90_stream.cuh"
+#include "common/sm90_stream_copy.cuh"
 
 namespace hccupy {
 
@@ -21,6 +21,77 @@ struct StreamSums : StreamLayout {
     unsigned int rows;
     asm volatile("mov.u32 %0, %%nctaid.y;" : "=r"(rows));
     return rows;
+  }
+
+  // Each lane asks for the octets of the first tile that it will multiply itself, a group a unit, so that it needs no
+  // barrier for them, and multiplies the first while the last are on their way. (post_pre: h_post, too.) All addresses
+  // before the wait: worked out behind it, the copies took 900 cycles.
+  template <class Never>
+  __device__ __forceinline__ void ask_for_first_tile(const IhcArguments& a, Never never) {
+    deal_shares(a.tokens);
+    const auto from = StreamCopy::source(a, rank);
+    const int thread = fresh_thread(), first_unit = (thread >> 5) * kUnits, g = (thread & 31) >> 2, t = thread & 3;
+    const bool there = g < tile_count(0);
+    const long long token = tile_first(0) + (there ? g : 0);
+    const char* rows[2][Shape::kHalf];  // of even and odd units, counted from the warp's first
+    unsigned int to[2];
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int unit = first_unit + odd, channel = (unit & 1) * Shape::kHalf, column = (unit >> 1) * 64 + t * 16;
+      to[odd] = shared_address(stages + g * kTokenBytes + channel * kRowBytes + column);
+      settle_early(to[odd]);
+#pragma unroll
+      for (int b = 0; b < Shape::kHalf; ++b) {
+        rows[odd][b] = from.row(token, channel + b) + column;
+        settle_early(rows[odd][b]);
+      }
+    }
+    const int column = (first_unit >> 1) * 64 + t * 16;
+    const char* post = a.x + 2 * (token * a.x_tokens + rank * kColumns) + column;
+    unsigned int post_to = shared_address(stages + kTileTokens * kTokenBytes + g * kPostBytes + column);
+    const float* h = a.h_post + token * a.h_post_tokens;
+    unsigned int h_to = shared_address(h_in + g * kHc);
+    if constexpr (kPost) settle_early(post), settle_early(post_to), settle_early(h), settle_early(h_to);
+    if (never(501)) return;
+    wait_for_previous_grid();
+    if (kPost && there) {
+#pragma unroll
+      for (int i = 0; i < kHc; ++i) async_copy_to<4>(h_to + 4 * i, h + i);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const int unit = first_unit + u;
+      if (there && (!kMasked || (unit >> 1) * 64 + t * 16 < kRowBytes)) {
+        if constexpr (kPost) {  // once for both units of a group
+          const int group = kUnits % 2 == 0 ? u / 2 : (unit >> 1) - (first_unit >> 1);
+          if (kUnits % 2 == 1 || u % 2 == 0) async_copy_to<16>(post_to + group * 64, post + group * 64);
+        }
+#pragma unroll
+        for (int b = 0; b < Shape::kHalf; ++b) {
+          if (!kMasked || (unit & 1) * Shape::kHalf + b < kHc)
+            async_copy_to<16>(to[u % 2] + b * kRowBytes + u / 2 * 64, rows[u % 2][b] + u / 2 * 64);
+        }
+      }
+      async_commit();
+    }
+    async_copies_arrive(&full[0]);  // for everybody else
+  }
+
+  // This lane's octets of all but the last `later` units are there. A template argument must not depend on a loop: of
+  // these branches one is left.
+  static __device__ __forceinline__ void wait_for_own(int later) {
+    if (later == 0)
+      async_wait<0>();
+    else if (later == 1)
+      async_wait<1>();
+    else if (later == 2)
+      async_wait<2>();
+    else if (later == 3)
+      async_wait<3>();
+    else if (later == 4)
+      async_wait<4>();
+    else
+      async_wait<5>();
   }
 
   __device__ __forceinline__ void multiply_tiles(const IhcArguments& a) {
@@ -56,11 +127,12 @@ struct StreamSums : StreamLayout {
         if (u + 1 < kUnits) Shape::load_unit(w, first_unit + u + 1, lane, values[u + 1]);
       }
       if (Shape::kPasses == 1 || tile == 0) cluster_wait();
+      if (kLanesAsk && !never(500)) ask_for_first_tile(a, never);
       // Everything but the tile's number is worked out anew in each tile: the weights leave no registers.
       for (bool more = tile < tiles; more; more = ++tile < tiles && (Shape::kPasses == 1 || tile != tiles / 2)) {
         const int index = static_cast<unsigned int>(tile) % kStages;
         const int thread = fresh_thread(), warp = thread >> 5, g = (thread & 31) >> 2, t = thread & 3;
-        barrier_wait(&full[index], static_cast<unsigned int>(tile) / kStages & 1);
+        if (!kLanesAsk || tile > 0) barrier_wait(&full[index], static_cast<unsigned int>(tile) / kStages & 1);
         char* stage = stages + index * kStageBytes;
         // A chunk's first unit is odd where kUnits is: its group and half are known at run time only.
         const auto place = [&](int u, int b) {
@@ -76,6 +148,7 @@ struct StreamSums : StreamLayout {
         float4 total;
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {
+          if constexpr (kLanesAsk) wait_for_own(kUnits - 1 - u);
           Shape::Sums sums;
 #pragma unroll
           for (int from = 0; from < Shape::kHalf; from += kBlocksAtOnce) {
@@ -128,24 +201,35 @@ struct StreamSums : StreamLayout {
     } while (Shape::kPasses == 2 && tile < tiles);
   }
 
+  // What a lane tells of a tile, and where. Worked out while the sums are awaited.
+  struct Message {
+    int from;
+    unsigned int to, barrier;
+  };
+  __device__ __forceinline__ Message message(int tile) const {
+    const int pair = tile & 1, slot = Turn<kSlots>(tile).index;
+    const int token = lane < kDotQuads ? lane >> 1 : (lane - kDotQuads) % kTileTokens;
+    const int owner = kOwn > 1 ? token % kRanks : token + (kAlternate ? pair * kTileTokens : 0);
+    const int place = kOwn > 1 ? slot * kOwn + token / kRanks : slot;
+    const int quad = (place * kRanks + rank) * kTokenQuads + (lane < kDotQuads ? lane & 1 : 2);
+    Message m{4 * (pair * kMmaWarps * kQuads + lane), peer_address(shared_address(slots + 4 * quad), owner),
+              peer_address(shared_address(&slot_full[slot]), owner)};
+    settle_early(m.from), settle_early(m.to), settle_early(m.barrier);
+    return m;
+  }
+
   // The block's 8 chunks as a tree, told to the blocks that work out gates, a token each. When all told all, 144 stores
   // of 16 bytes left and reached a block instead of 24 and the gates: post_pre at 256 tokens 11.38 us instead of 11.09.
-  __device__ __forceinline__ void push_sums(int tile) const {
-    const int pair = tile & 1, slot = Turn<kSlots>(tile).index;
+  __device__ __forceinline__ void push_sums(int tile, const Message& m) const {
     if (lane < kQuads) {
-      const float* from = partials + 4 * (pair * kMmaWarps * kQuads + lane);
+      const float* from = partials + m.from;
       const auto chunk = [&](int k) { return *reinterpret_cast<const float4*>(from + 4 * k * kQuads); };
       const float4 low = (chunk(0) + chunk(1)) + (chunk(2) + chunk(3));
       const float4 sum = low + ((chunk(4) + chunk(5)) + (chunk(6) + chunk(7)));  // of squares, x alone counts
-      const int token = lane < kDotQuads ? lane >> 1 : lane - kDotQuads;
-      const int owner = kOwn > 1 ? token % kRanks : token + (kAlternate ? pair * kTileTokens : 0);
-      const int place = kOwn > 1 ? slot * kOwn + token / kRanks : slot;
-      const int quad = (place * kRanks + rank) * kTokenQuads + (lane < kDotQuads ? lane & 1 : 2);
-      store_peer(peer_address(shared_address(slots + 4 * quad), owner), sum,
-                 peer_address(shared_address(&slot_full[slot]), owner));
+      store_peer(m.to, sum, m.barrier);
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(&partials_empty[pair]);
+    if (lane == 0) barrier_arrive(&partials_empty[tile & 1]);
   }
 
   // A warp of its own: when the gates warp did this too, a tile's sums were told only once the tile before had its
@@ -154,6 +238,7 @@ struct StreamSums : StreamLayout {
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const Turn<2> pair(tile);
+      const Message m = message(tile);
       barrier_wait(&partials_full[pair.index], pair.parity);
       // The last gates there are read: x came anew.
       if (lane == 0) barrier_expect(&gates_full[Turn<kStages>(tile).index], kGateBytes);
@@ -161,7 +246,7 @@ struct StreamSums : StreamLayout {
         const Turn<kStages> last(tile - 2);
         barrier_wait_cluster(&gates_full[last.index], last.parity);
       }
-      push_sums(tile);
+      push_sums(tile, m);
     }
   }
 
