@@ -16,8 +16,9 @@
 //
 // Baked: hc (2 to 8), hidden (a multiple of 8 kRanks), kRanks (2, 4, 8 or 16, blocks of a cluster: so many that the
 // weights take up to 168 registers of a thread), the dtypes, kVec (8: x, y, z, w 16-byte aligned in address and
-// strides; 4, 2, 1: elements an access of x and y may hold; the bits are the same). Launch: grid = kRanks * clusters
-// (any number: tokens are dealt out evenly), block = 512, cluster kRanks, shared bytes 232448 (what a block may have).
+// strides; 4, 2, 1: elements an access of x and y may hold; the bits are the same), kLanesAsk (the mma lanes ask for
+// the first tile; only with at most two tiles a cluster, kVec 8 and one side). Launch: grid = kRanks * clusters (any
+// number: tokens are dealt out evenly), block = 512, cluster kRanks, shared bytes 232448 (what a block may have).
 // With the programmatic attribute, weights are fetched, and L2 is asked for x, before the previous kernel ends.
 // Over 4 channels, pre and post_pre have more outputs than a cluster has registers for the weights of. pre: the first
 // half of the clusters (of at least 2) works on the pre gates and z, the others read x again, for the post gates.

@@ -99,10 +99,13 @@ def stream_clusters(tokens: int, fit: int, *, post: bool, norm: bool) -> int:
         else:
             wanted = fit  # pre at 256 tokens: 7 clusters 9.56, 6 10.15
         return max(1, wanted)
-    half = fit // 2  # as many as the next grid has room for; more, and some blocks start late. pre at 48 tokens: 7 clusters 3.4, 8 4.1, 10 4.15
-    if tokens <= TILE * (fit - 2):
-        # One tile each. At 64: pre 8 clusters 4.10, 9 4.19, 7 4.58; with a norm 5.01, 5.08, 5.42. At 88: pre 11 4.48, 7 4.68; post_pre 5.68 and 6.4
-        wanted = max(half, ceil_div(tokens, TILE))
+    half = fit // 2  # as many as the next grid has room for; with more some blocks start late. pre at 48 tokens: 7 clusters 3.4, 8 4.1, 10 4.15
+    if tokens <= TILE * half:
+        wanted = half
+    elif tokens <= TILE * (fit - 2):
+        # One tile each. At 64: pre 9 clusters 4.13, 8 4.20, 7 4.58; with a norm 5.07, 5.04, 5.42; post_pre 5.21, 5.30, 6.11. At 88: pre 11 4.48,
+        # 7 4.68; post_pre 5.68 and 6.4
+        wanted = max(half + 2, ceil_div(tokens, TILE))
     elif tokens <= 2 * TILE * (fit - 2):
         # Two tiles. At 112: pre 7 clusters 4.87, 8 5.35, 13 5.55; with a norm 5.72, 6.17, 6.67. At 160: 10 5.72, 13 5.92. 30 that fit, hc 2, hidden
         # 6144 at 240: pre 15 5.42, 20 5.72, 28 5.73

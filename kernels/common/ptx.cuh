@@ -30,7 +30,8 @@ __device__ __forceinline__ float float_from_bits(unsigned int bits) {
 #endif
 }
 
-// Works the value out here: the compiler neither repeats that in a loop behind nor puts it off.
+// Works the value out here: the compiler neither repeats that in a loop behind nor puts it off. ptxas may still: then
+// settle_early (sm90_ptx.cuh).
 __device__ __forceinline__ void settle(float& value) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+f"(value));

@@ -142,7 +142,8 @@ __device__ __forceinline__ void sync_threads() {
   asm volatile("bar.sync 1, %0;" ::"n"(kCount) : "memory");
 }
 
-// The value is worked out by here: ptxas would move arithmetic to where it is used, but it moves no shuffle. All lanes.
+// The value is worked out by here, more strictly than by settle (ptx.cuh): ptxas moves arithmetic to where it is used,
+// but no shuffle. All lanes.
 __device__ __forceinline__ void settle_early(unsigned int& value) {
   asm volatile("{\n.reg .u32 lane;\nmov.u32 lane, %%laneid;\nshfl.sync.idx.b32 %0, %0, lane, 31, 0xffffffff;\n}"
                : "+r"(value));

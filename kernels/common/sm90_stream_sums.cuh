@@ -77,21 +77,14 @@ struct StreamSums : StreamLayout {
     async_copies_arrive(&full[0]);  // for everybody else
   }
 
-  // This lane's octets of all but the last `later` units are there. A template argument must not depend on a loop: of
-  // these branches one is left.
+  // This lane's octets of all but the last `later` units are there. (Unrolled, one branch is left; a loop's index is no
+  // template argument.)
+  template <int kLater = kUnits - 1>
   static __device__ __forceinline__ void wait_for_own(int later) {
-    if (later == 0)
-      async_wait<0>();
-    else if (later == 1)
-      async_wait<1>();
-    else if (later == 2)
-      async_wait<2>();
-    else if (later == 3)
-      async_wait<3>();
-    else if (later == 4)
-      async_wait<4>();
-    else
-      async_wait<5>();
+    if (later == kLater)
+      async_wait<kLater>();
+    else if constexpr (kLater > 0)
+      wait_for_own<kLater - 1>(later);
   }
 
   __device__ __forceinline__ void multiply_tiles(const IhcArguments& a) {
