@@ -178,6 +178,21 @@ def test_sm90_blocks_and_clusters_are_as_planned(hc, hidden, tokens):
     assert re.search(rf"\.maxntid {made.launch.block[0]}\b", text) and re.search(rf"\.reqnctapercluster {made.launch.cluster}\b", text), made.launch
 
 
+@pytest.mark.parametrize("op", ["ihc_pre", "ihc_head", "ihc_post_pre"])
+def test_sm90_lanes_ask_only_where_the_kernel_allows_it(op):
+    """With more than two tiles a cluster the kernel would wait for ever; at other alignments or with two sides it does not compile."""
+    found = set()
+    for hc, hidden in ((2, 6144), (3, 4096), (4, 512), (4, 2880), (4, 6144), (4, 8192), (5, 5120), (8, 6144)):
+        for tokens in (*range(1, 700, 7), 4096, 16384):
+            made = plan_for(op, {"tokens": tokens, "hc": hc, "hidden": hidden}, "bfloat16", "sm_90a")
+            if made.defines.get("kLanesAsk"):
+                clusters = made.launch.grid[0] // made.launch.cluster
+                assert made.variant == "sm90_stream" and made.defines["kVec"] == 8 and tokens <= 2 * 8 * clusters, (hc, hidden, tokens)
+                assert hc <= 4 or op == "ihc_head", (hc, hidden, tokens)
+                found.add((hc, tokens > 8 * clusters))
+    assert {(4, False), (4, True)} <= found  # one tile and two
+
+
 def test_sm90_pre_and_post_pre_add_alike(monkeypatch):
     """A token's gates are the same bits from ihc_pre and ihc_post_pre: tensor sums in as many chains (two and one once differed, at 8 channels)."""
     shapes = [(hc, hidden, dtype) for hc in range(2, 9) for hidden in (1024, 2880, 4096, 6144, 7168, 8192) for dtype in ("bfloat16", "float16")]
