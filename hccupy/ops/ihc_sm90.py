@@ -130,6 +130,15 @@ def cluster_tokens(tokens: int) -> int:
     return 4 if tokens <= 12 else 6 if tokens <= 18 else 8
 
 
+def lanes_ask(tokens: int, clusters: int, hc: int) -> bool:
+    """Do the lanes that multiply ask for a cluster's first tile themselves?
+
+    The kernel allows two tiles. With fewer than 14 rows a tile the loader asks sooner: hc 2, hidden 6144, 64 tokens in 15 clusters 3.4, by lanes 3.7.
+    """
+    tiles = clusters * ceil_div(tokens, clusters * TILE)
+    return tiles <= 2 * clusters and tokens > (ceil_div(14, hc) - 1) * tiles
+
+
 def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
     """(launch, source file). Figures: H200, hidden 6144, hc 4, bf16, microseconds."""
     op, tokens, hidden = OPS[b.op], b.axes["tokens"], b.axes["hidden"]
@@ -152,10 +161,8 @@ def launch(b: Bound, arch: Arch) -> tuple[Launch, str]:
         clusters = max(2, min(2 * ceil_div(tokens, TILE), fit))
     else:
         clusters = stream_clusters(tokens, fit, post=b.op == "ihc_post_pre", norm=b.has("rms_weight"))
-    most = ceil_div(tokens, clusters * ceil_div(tokens, clusters * TILE))  # tokens of a tile
-    # With fewer rows a tile the loader asks sooner: hc 2, hidden 6144, 64 tokens in 15 clusters 3.4, by lanes 3.7.
-    lanes_ask = vec == 8 and (hc <= 4 or b.op == "ihc_head") and tokens <= 2 * TILE * clusters and most * hc >= 14
-    defines["kLanesAsk"] = int(lanes_ask)
+    if vec == 8 and (hc <= 4 or b.op == "ihc_head"):  # aligned, one side
+        defines["kLanesAsk"] = int(lanes_ask(tokens, clusters, hc))
     smem = 232448  # what a block of sm_90 may have; the kernel takes as many stages as fit
     why = f"{clusters} persistent clusters of {ranks} blocks stream tiles of 8 tokens through shared memory, weights in registers"
     return Launch((ranks * clusters, 1, 1), (512, 1, 1), smem, cluster=ranks, pdl=True, defines=defines, why=why), "stream"

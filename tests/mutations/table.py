@@ -175,7 +175,7 @@ MUTATIONS = (
     Mutation("overlap-once", "stale plan", "overlap is judged at the first call only", "hccupy/binding.py", "(i, j, a - b) not in self.separate:", "not self.separate:", OVERLAP),
     # ---- host: plans and launches
     Mutation("grid-limit", "grid limit", "a grid past CUDA's limit is planned", "hccupy/plan.py", "if launch.grid[0] > MOST_BLOCKS:", "if False:", plan("test_C11_the_largest_token_count_is_legal_or_refused")),
-    Mutation("lanes-tiles", "launch rule", "lanes ask where a cluster has more than two tiles", "hccupy/ops/ihc_sm90.py", "tokens <= 2 * TILE * clusters and most", "tokens <= 3 * TILE * clusters and most", ("tests/test_build.py::test_sm90_lanes_ask_only_where_the_kernel_allows_it",)),
+    Mutation("lanes-tiles", "launch rule", "lanes ask where a cluster has more than two tiles", "hccupy/ops/ihc_sm90.py", "tiles <= 2 * clusters and", "tiles <= 3 * clusters and", ("tests/test_build.py::test_sm90_lanes_ask_only_where_the_kernel_allows_it",)),
     Mutation("no-clusters", "wrong variant", "kernels with clusters are planned where there are none", "hccupy/plan.py", "if launch.cluster > 1 and not arch.clusters:", "if False:", LAUNCH),
     Mutation("presence", "wrong variant", "an optional number is baked as absent", "hccupy/plan.py", "int(value is not None)", "0", ROPE),
     Mutation("strides-order", "wrong stride", "every stride is that of the first axis", "hccupy/launch.py", "names.index(axis)", "0", IHC),
