@@ -33,7 +33,7 @@ FILE = "common/rope_place.cuh"
 GUARDS = (
     ("  if (h.request < 0 || !holds_row(h.request, h.first, h.end, token, m.tokens)) return row;\n", ""),
     ("  if (!holds_row(h.request, h.first, h.end, row, m.tokens)) h.request = -1;\n", ""),
-    ("  if (position < 0 || position >= m.positions) return row;\n", ""),
+    ("  if (h.seq_len < 0 || position >= static_cast<unsigned int>(m.positions)) return row;\n", ""),
     ("    if (column < m.max_blocks) row.column = column;\n", "    row.column = column;\n"),
     ("row.stored = !null && page >= 0 && page < m.num_blocks;", "row.stored = !null;"),
 )

@@ -113,6 +113,28 @@ def views(on: Adapter, layout: str, given: dict[str, Any]) -> tuple[dict[str, An
     return {**given, "key_cache": key, "value_cache": value}, buffers
 
 
+def of_an_earlier_step(given: dict[str, Any], rng: np.random.Generator) -> dict[str, dict[str, np.ndarray]]:
+    """What the metadata, then all that is read, may hold until the grid before has ended: alone, together, out of date or garbage."""
+    lengths, index, table = (np.asarray(given[n]) for n in ("seq_lens", "q_index", "block_table"))
+    positions = len(given["cos_sin"])
+    other = ((lengths - 1 + rng.integers(1, positions, lengths.shape)) % positions + 1).astype(np.int32)
+    last = np.arange(len(lengths)) == np.flatnonzero(np.diff(index))[-1]  # of those with rows
+    rows = np.sort(rng.integers(0, index[-1] + 1, len(index) - 2)).astype(np.int32)
+    step = {"seq_lens": other, "q_index": np.concatenate([index[:1], rows, index[-1:]]), "block_table": rng.permutation(table.reshape(-1)).reshape(table.shape)}
+    values = ("qkv", "cos_sin", "q_norm_weight", "k_norm_weight", "k_scale", "v_scale", "q_scale_inv")
+    words = np.array([-(2**31), -(2**31) + 1, -(2**16), -1, 0, 1, 3, 17, 2**16, 2**31 - 2, 2**31 - 1], np.int32)
+    return {
+        "one length": {"seq_lens": np.where(last, other, lengths)},
+        "q_index": {"q_index": step["q_index"]},
+        "block_table": {"block_table": step["block_table"]},
+        "an earlier step": step,
+        "garbage": {n: rng.choice(words, a.shape) for n, a in step.items()},
+        "garbage pages": {"block_table": rng.choice(words, table.shape)},
+        "zeros": {n: np.zeros_like(a) for n, a in step.items()},
+        "everything": step | {n: np.roll(given[n], 1) if given[n].size > 1 else given[n] * np.float32(3) for n in values if n in given},
+    }
+
+
 # ---- oracle -----------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +222,6 @@ def codes_of(x: Any, inverse: Any, bound: float = 448.0) -> Any:
 
 
 __all__ = [
-    "E4M3", "SENTINEL", "bf16", "build", "call", "close", "codes_of", "dirty", "expected", "fp8", "head", "quantised", "raw", "rope_table", "same",
+    "E4M3", "SENTINEL", "bf16", "build", "call", "close", "codes_of", "dirty", "expected", "fp8", "head", "of_an_earlier_step", "quantised", "raw", "rope_table", "same",
     "sentinel", "verify", "views",
 ]  # fmt: skip

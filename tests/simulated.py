@@ -19,10 +19,19 @@ from .adapters import Adapter, _whole
 from .simulator.sim import KERNELS, RedzoneArray, Simulated, redzone_array
 
 
-def simulate(spec: OpSpec, given: dict[str, Any], seed: int = 0, arch_name: str = "sm_80", kernels: Path = KERNELS, **build: bool) -> tuple[Any, ...]:
+def simulate(
+    spec: OpSpec,
+    given: dict[str, Any],
+    seed: int = 0,
+    arch_name: str = "sm_80",
+    kernels: Path = KERNELS,
+    previous: dict[str, np.ndarray] | None = None,
+    **build: bool,
+) -> tuple[Any, ...]:
     """Results of the kernel that a GPU of `arch_name` would run; caches in `given` are written in place.
 
     Outputs lie in red zones and start as NaN: a stray write, an unwritten element or a deadlock raises.
+    `previous`: what arguments that are only read hold until the grid before this one has ended.
     """
     scalars = {s.name: given.get(s.name, s.default) for s in spec.scalars}
     arrays = {p.name: given[p.name] for p in spec.args if given.get(p.name) is not None}
@@ -39,7 +48,9 @@ def simulate(spec: OpSpec, given: dict[str, Any], seed: int = 0, arch_name: str 
         kernel = Simulated(kernels / made.source, made.entry, dict(made.defines), **build)
         slots = [{**arrays, **outs}.get(a.name) for a in (*spec.args, *spec.outputs)]
         start = made.launch
-        kernel.launch(start.grid, start.block, start.smem, [*slots, *launch.values(spec, bound)], seed=seed)
+        assert not any(a.mutated and a.name in (previous or {}) for a in spec.args), "the kernel writes it"
+        earlier = [(arrays[name], old) for name, old in (previous or {}).items()]
+        kernel.launch(start.grid, start.block, start.smem, [*slots, *launch.values(spec, bound)], seed=seed, previous=earlier)
     for a in (*arrays.values(), *outs.values()):
         if getattr(a, "_zone", None) is not None:
             a.check()

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 import hccupy
+from hccupy import arch, check, cuda, plan
 from hccupy.dtypes import BY_NAME
+from hccupy.frameworks import numpy_
 from hccupy.ops import REGISTRY
 
 from . import oracle, report, rope_field_cases
 from .adapters import CPU, GPU, params
-from .rope_cases import bf16, build, call, dirty, expected, fp8, quantised, raw, verify
+from .rope_cases import bf16, build, call, dirty, expected, fp8, of_an_earlier_step, quantised, raw, verify
 
 pytestmark = pytest.mark.gpu
 NUMPY, TORCH = CPU[0], GPU[0]
@@ -212,3 +214,91 @@ def test_rope_J2_side_stream(rng):
         side.synchronize()
         page = given["block_table"][0, 1]
         assert (arrays["value_cache"][int(page), 0] == i + 1).all()
+
+
+# Lets the next grid start at once, and copies only after a while: three words a copy, to, from, bytes.
+PREVIOUS = r"""
+extern "C" __global__ void __launch_bounds__(1024) previous(const unsigned long long* copies, int count, int nanoseconds) {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  unsigned long long start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  while (now - start < nanoseconds);
+  for (int c = 0; c < count; ++c) {
+    const unsigned long long to = copies[3 * c], from = copies[3 * c + 1], bytes = copies[3 * c + 2];
+    const unsigned long long whole = (to | from) % 16 ? 0 : bytes / 16;
+    for (unsigned long long i = threadIdx.x; i < whole; i += 1024)
+      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+    for (unsigned long long i = 16 * whole + threadIdx.x; i < bytes; i += 1024)
+      reinterpret_cast<char*>(to)[i] = reinterpret_cast<const char*>(from)[i];
+  }
+}
+"""
+WAYS = {"few": (64, 8, (1, 2, 1)), "block": (64, 8, (1, 2) * 21 + (1,)), "many": (64, 8, (63, 65, 1, 127) * 4), "narrow": (8, 1, (300, 212) * 8)}  # on an H200
+
+
+def way_of(spec, given):
+    """(few, block, many or narrow; is it a dependent launch?) of the kernel that runs this on the device."""
+    arrays = {p.name: given[p.name] for p in spec.args if p.name in given}
+    scalars = {s.name: given.get(s.name, s.default) for s in spec.scalars}
+    addresses = {a.name: arrays[a.name].ctypes.data if a.name in arrays else 0 for a in (*spec.args, *spec.outputs)}
+    bound = check.bind(spec, {n: numpy_.meta(a) for n, a in arrays.items()}, scalars, "numpy", addresses)
+    made = plan.make(spec, bound, arch.of_device(0))
+    found = [way for way, word in (("block", "kBulk"), ("narrow", "kTogether"), ("many", "kMany")) if made.defines[word]]
+    return (found or ["few"])[0], made.launch.pdl
+
+
+@pytest.mark.parametrize("rows", WAYS)
+@pytest.mark.parametrize("op", ["rope_norm_store_kv", "rope_norm_store_kv_fp8"])
+def test_rope_what_the_previous_grid_writes(op, rows, rng):
+    """All that the op reads is written by the grid before it, which is still at it when the op's blocks start: the bits are those of a call after it."""
+    import cupy
+    import torch
+
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no dependent launches")
+    spec = REGISTRY[op]
+    q_heads, kv_heads, new = WAYS[rows]
+    lengths = np.array(new) + rng.integers(0, 200, len(new))
+    given = build(rng, q_heads, kv_heads, 128, block_size=64, lengths=lengths, new=new, policy="norm_then_rope")
+    given = fp8(given) if op.endswith("_fp8") else given
+    way, dependent = way_of(spec, given)
+    assert dependent
+    if torch.cuda.get_device_properties(0).multi_processor_count == 132:
+        assert way == ("narrow" if op.endswith("_fp8") and rows == "many" else rows)
+
+    arrays = {k: TORCH.put(v) for k, v in given.items()}
+    untouched = {n: arrays[n].clone() for n in ("key_cache", "value_cache")}
+
+    def run(**outs):
+        results = getattr(hccupy, op)(**arrays, **outs)
+        return results if isinstance(results, tuple) else (results,)
+
+    # Everything is compiled, loaded and allocated by this call, whose results are the right ones.
+    outs = {o.keyword: r for o, r in zip([o for o in spec.outputs if o.allocate], run(), strict=True)}
+    torch.cuda.synchronize()
+    written = {**outs, **{n: arrays[n] for n in untouched}}
+    want = {n: t.clone() for n, t in written.items()}
+    previous = cupy.RawModule(code=PREVIOUS).get_function("previous")
+    side = torch.cuda.Stream()
+    for label, earlier in of_an_earlier_step(given, rng).items():
+        real = {n: arrays[n].clone() for n in earlier}
+        for n, old in earlier.items():
+            arrays[n].copy_(TORCH.put(old))
+        for n, t in untouched.items():
+            arrays[n].copy_(t)
+        for t in outs.values():
+            t.view(torch.uint8).fill_(0xA5)
+        copies = torch.tensor([[arrays[n].data_ptr(), t.data_ptr(), t.nbytes] for n, t in real.items()], dtype=torch.int64, device="cuda")
+        with torch.cuda.stream(side), cuda.on_stream(side.cuda_stream):
+            for count in (0, len(real)):  # the first time nothing but what a first call brings
+                torch.cuda.synchronize()
+                torch.cuda._sleep(1_000_000)  # until all is in the queue
+                previous((1,), (1024,), (np.uint64(copies.data_ptr()), np.int32(count), np.int32(30_000)))
+            run(**outs)
+        side.synchronize()
+        for n, t in real.items():
+            assert torch.equal(arrays[n].view(torch.uint8), t.view(torch.uint8)), f"{label}: {n} was not copied"
+        for n, t in want.items():
+            assert torch.equal(written[n].view(torch.uint8), t.view(torch.uint8)), f"{label}: {n}"
+    TORCH.synchronize()

@@ -396,6 +396,54 @@ def test_a_waiting_loop_lets_others_run(compiled):
 # ---- the interface ------------------------------------------------------------------------------------------------
 
 
+PREVIOUS = """
+#include "common/ptx.cuh"
+extern "C" __global__ void kernel(const int* x, int stride, int* y) {
+    int* to = y + 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+    const auto see = [x, stride] { return *static_cast<const volatile int*>(x + threadIdx.x % 3 * stride); };
+    const int early = see();
+    if (threadIdx.x >= 32) __syncthreads();  // others come later
+    const int later = see();
+    if (threadIdx.x < 32) __syncthreads();
+    if (threadIdx.x != 5) hccupy::wait_for_previous_grid();
+    else while (see() != 12) cuda_sim::yield();
+    to[0] = early;
+    to[1] = later;
+    to[2] = see();
+    to[3] = 0;
+    if (kTrap && blockIdx.x == 1) __trap();
+}"""
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_the_previous_grid_ends_when_no_thread_can_go_on_without(compiled, watch):
+    """Threads see the earlier elements up to there, in each block; what lies between them stays as it is."""
+    kernel = compiled(PREVIOUS, defines={"kTrap": 0}, watch=watch)
+    for seed in range(len(SCHEDULES)):
+        whole = np.arange(20, 29, dtype=np.int32).reshape(3, 3)
+        x, y = whole[:, 1], redzone_array((2, 64, 4), np.int32)
+        x[...] = 10, 11, 12
+        kernel.launch(2, 64, 0, [x, 3, y], seed=seed, previous=[(x, np.array([0, 1, 2], np.int32))])
+        y.check()
+        want = np.arange(64) % 3
+        for k, first in enumerate((0, 0, 10)):
+            assert np.array_equal(y[:, :, k], np.tile(want + first, (2, 1)))
+        assert whole.tolist() == [[20, 10, 22], [23, 11, 25], [26, 12, 28]]
+
+
+def test_arrays_are_real_again_whatever_happens(compiled):
+    kernel = compiled(PREVIOUS, defines={"kTrap": 1})
+    x, y = redzone_array(3, np.int32, [10, 11, 12]), redzone_array((2, 64, 4), np.int32)
+    earlier = np.array([0, 1, 2], np.int32)
+    with pytest.raises(SimulatorError, match="trap"):
+        kernel.launch(2, 64, 0, [x, 1, y], previous=[(x, earlier)])
+    assert list(x) == [10, 11, 12]
+    with pytest.raises(SimulatorError, match="cannot have been"):
+        kernel.launch(2, 64, 0, [x, 1, y], previous=[(x, earlier[:2])])
+    with pytest.raises(SimulatorError, match="no parameter"):
+        kernel.launch(2, 64, 0, [x, 1, y], previous=[(earlier, earlier)])
+
+
 def test_a_build_error_carries_the_compiler_log(compiled):
     with pytest.raises(SimulatorError, match=r"kernel.cu:1:.*nonsense"):
         compiled('extern "C" __global__ void kernel() { nonsense(); }')

@@ -11,6 +11,7 @@ from ..spec import Bound, Launch, Variant, ceil_div
 
 THREADS = 256  # largest block, the kernels' __launch_bounds__
 AHEAD, RING = 3, 8192  # turns on their way, bytes of their units and those at hand (kernels/common/rope_stage.cuh)
+NARROW_RING, ANGLES = 6144, 2048  # the same where rows are narrow, and the most that a warp's angles take
 FLAGS_PER_WARP = 128  # ints of split_k_flag that one warp clears
 SEARCH_DUPLICATES = 1024  # rows; store_kv compares each slot with the later ones up to here
 
@@ -79,9 +80,12 @@ EARLY_ROW, EARLY_ALL = 1, 3
 # (rows a multiprocessor, Shape): from a row a block that has a multiprocessor for itself to four side by side. fp8 works on two units at once.
 ROW_A_BLOCK = ((1, Shape(2, 11, EARLY_ALL, "block")), (2, Shape(3, 18, EARLY_ALL, "block")), (4, Shape(4, 18, EARLY_ALL, "block")))
 ROW_A_BLOCK_FP8 = ((1, Shape(2, 11, EARLY_ALL, "block")), (2, Shape(4, 12, EARLY_ALL, "block")), (4, Shape(8, 16, EARLY_ALL, "block")))
+# Bytes of a row from which fp8 has a row a block for three rows a multiprocessor, not four. 512 rows, a row a block and narrow: 64/8 heads 6.9 and 6.3 us,
+# 24/1 (6.6 KB) 4.9 and 4.3, 8/1 (2.5 KB) 2.8 and 4.2; 300 rows of 64/8 6.6 and 7.0.
+THREE_ROWS = 4096
 MOST_WARPS = 20  # of a block
 WIDE = 8192  # bytes of a row of bf16 from which memory likes it in pieces of 4 to 8 KB better than in heads of several rows
-LONG = 28  # units a warp, in fp8, 16384 rows: 32/4 heads (40 units) 71.4 us with 20, 72.9 with 40; 40/8 (56) 97.4 with 28, 99.0 with 56
+LONG = 16  # units a warp, in fp8, 16384 rows: 64/8 heads (80 units) 122.4 us with 10, 124.5 with 20; 40/8 (56) 87.9 with 14, 90.0 with 28; 9/3 (15) 14.0 and, with 8, 14.8
 
 
 def shape_of(b: Bound, arch: Arch) -> Shape:
@@ -102,8 +106,10 @@ def shape_of(b: Bound, arch: Arch) -> Shape:
         return Shape(2, 16, EARLY_ALL, block=1)
     stage = _stage_bytes(b) + 1024  # the barriers, and what the driver takes of each block
     if bulk:
-        for rows, shape in ROW_A_BLOCK_FP8 if b.op.endswith("_fp8") else ROW_A_BLOCK:
-            if tokens <= rows * arch.sms and rows * stage <= arch.smem:
+        fp8 = b.op.endswith("_fp8")
+        three = fp8 and _row_bytes(b) >= THREE_ROWS
+        for rows, shape in ROW_A_BLOCK_FP8 if fp8 else ROW_A_BLOCK:
+            if tokens <= min(rows, 3 if three else rows) * arch.sms and rows * stage <= arch.smem:
                 # 64 rows, a warp a unit and one for two: 8/1 heads (4 units) 1.73 and 1.71 us, fp8 1.76 and 2.09; 24/1 (8) 1.90 and 1.81, 32/4 (10) 2.06 and 1.91.
                 return shape._replace(steps=1) if rows == 1 and sum(_units(b)) <= 5 else shape
     return _many(b, arch)
@@ -124,15 +130,15 @@ def _many(b: Bound, arch: Arch) -> Shape:
     tokens, width, fp8 = b.axes["tokens"], _row_bytes(b), b.op.endswith("_fp8")
     if not fp8 and width > WIDE:
         # 64/8 heads, 16384 rows: 167.4 us with 8 units of one row, 168.3 with 4 of two, 170 with 8 of two; 40/8 119.9 with 4 of two, 125 with 10.
-        s = Shape(8, 16, EARLY_ROW, "many", 1) if width > 2 * WIDE else Shape(4, 16, EARLY_ROW, "many", 1, 2 if width > 1.5 * WIDE else 4)
+        s = Shape(8, 16, EARLY_ALL, "many", 1) if width > 2 * WIDE else Shape(4, 16, EARLY_ALL, "many", 1, 2 if width > 1.5 * WIDE else 4)
         rounds = tokens * _parts(b, s) // (2 * arch.sms * s.warps)  # two rounds of warps at least, so that they end together
         s = s._replace(rows=max(min(s.rows, rounds), 1))
     else:
         steps, warps = sum(_units(b, True)), ceil_div(tokens, _heads_per_warp(b))
-        # Half a machine: 8/1 heads in fp8, 4096 rows, 11.1 us with all 10 units a warp, 10.0 with 5, 10.5 with 4.
-        while (fp8 and steps > LONG) or (2 * warps <= 16 * arch.sms and steps >= 10):
+        # Half a machine: fp8, 8/1 heads, 1024 rows, 3.6 us with 2 units a warp, 4.8 with 3, 5.9 with 5; 9/3, 2048 rows, 4.7 with 4, 5.1 with 8, 6.3 with 15.
+        while (fp8 and steps > LONG) or (2 * warps <= 16 * arch.sms and steps >= 2):
             steps, warps = ceil_div(steps, 2), 2 * warps
-        s = Shape(steps, 16, EARLY_ROW, "narrow", 1)
+        s = Shape(steps, 16, EARLY_ALL, "narrow", 1)
     return s if arch.clusters else s._replace(early=0)
 
 
@@ -171,6 +177,7 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
         warps = min(warps, 16 if s.way == "block" else 12)
     elif s.way == "many" and _units(b)[0] % s.steps and not arch.clusters:  # a part that is not full: 40/8 heads spilled 24 bytes on sm_80
         warps = min(warps, 12)
+    norm_bytes = sum(a["head_dim"] * BY_NAME[b.dtypes[n]].itemsize for n in ("q_norm_weight", "k_norm_weight") if b.has(n))
     if s.way == "block":
         smem = _stage_bytes(b)
         threads = 32 * (parts + 1)
@@ -180,13 +187,13 @@ def launch_rope(b: Bound, arch: Arch, shape: Shape | None = None) -> Launch:
         grid, block = (max(tokens, 1), 1, 1), (threads, 1, 1)
         how = "a row a block, by bulk copies"
     elif s.way == "many":
-        smem = s.block * (RING + (AHEAD + 1) * ceil_div(4 * a["rotary_dim"], 16) * 16)
+        smem = s.block * (RING + norm_bytes + (AHEAD + 1) * ceil_div(4 * a["rotary_dim"], 16) * 16)
         threads = 32 * s.block
         most = min(warps // s.block, arch.blocks)
         grid, block = (max(ceil_div(ceil_div(tokens, s.rows) * parts, s.block), 1), 1, 1), (threads, 1, 1)
         how = f"{s.steps} KB each, of {s.rows} rows"
     elif s.way == "narrow":
-        smem, threads, most = RING, 32, min(warps, arch.blocks)
+        smem, threads, most = NARROW_RING + ANGLES + norm_bytes, 32, min(warps, arch.blocks)
         grid, block = (max(ceil_div(tokens, _heads_per_warp(b)) * parts, 1), 1, 1), (threads, 1, 1)
         how = f"{s.steps} KB each, of {_heads_per_warp(b)} rows"
     else:

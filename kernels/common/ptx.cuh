@@ -278,12 +278,13 @@ __device__ __forceinline__ void prefetch_line(const void* address) {
 // The thread that asked sees the bytes after async_wait; others need a barrier as well. async_commit closes a group,
 // async_wait<n> returns when all but the last n groups have come.
 
-template <int kBytes>
+// kNear: by way of L1, for what other warps of the multiprocessor ask for as well.
+template <int kBytes, bool kNear = false>
 __device__ __forceinline__ void async_copy(void* to, const void* from) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what cp.async can copy");
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const unsigned int at = static_cast<unsigned int>(__cvta_generic_to_shared(to));
-  if constexpr (kBytes == 16) {
+  if constexpr (kBytes == 16 && !kNear) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(kBytes) : "memory");
@@ -314,6 +315,8 @@ __device__ __forceinline__ void async_wait() {
 __device__ __forceinline__ void wait_for_previous_grid() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#elif !defined(__CUDA_ARCH__)
+  previous_grid_ends();
 #endif
 }
 

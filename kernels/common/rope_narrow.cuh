@@ -32,8 +32,13 @@ __device__ __forceinline__ void narrow_rows(const RopeArgs<C>& a) {
   constexpr int kRows = C::Lanes::heads_per_warp;
   constexpr int kUnits = Share<C>::units;
   constexpr int kCount = Share<C>::at_once;
-  static_assert((kAhead + 1) * kCount <= kRing, "a turn that is asked for must not fall on the one that is read");
+  constexpr int kTurns =
+      kCount == 2 ? 2 : 3;  // on their way (three of two: 8/1 heads, fp8, 16384 rows 18.4 -> 19.2 us)
   const Metadata& m = a.metadata;
+  // Where the rows go, by the metadata as they are before the previous grid has ended; afterwards they are read again.
+  const bool guesses = (C::early & kEarlyGuess) != 0 && m.tokens > 0 && m.requests <= Requests::kMost;
+  if (!guesses) wait_for_previous_grid();
+  Requests requests = Requests::read<true>(m);
   // The host has started so many warps (a block each) for every kRows rows: not baked, whatever the number of rows.
   const unsigned int groups = m.tokens > 0 ? (static_cast<unsigned int>(m.tokens) + kRows - 1) / kRows : 1;
   const unsigned int parts = gridDim.x / groups;
@@ -50,32 +55,24 @@ __device__ __forceinline__ void narrow_rows(const RopeArgs<C>& a) {
   const auto* qkv = a.qkv + token * a.qkv_stride;
 
   if ((C::early & kEarlyRow) != 0 && rows > 0) {
-    // 4 units (all the warp's: 9/3 heads 16.3 -> 17.1 us, 16384 rows).
+    // 3 units (2 / 3 / 4: 8/1 heads, fp8, 4096 rows 6.8 / 7.0 / 7.2 us; 9/3, 16384 rows 14.1 / 13.9 / 13.9).
     const auto* from = qkv + first * C::dim;
 #pragma unroll 1
-    for (int at = lane_index() % C::Lanes::lanes * 64; at < 4 * C::dim; at += C::Lanes::lanes * 64)
+    for (int at = lane_index() % C::Lanes::lanes * 64; at < 3 * C::dim; at += C::Lanes::lanes * 64)
       if (first * C::dim + at < Share<C>::row_elements) prefetch_line(from + at);
     prefetch_shared(a);
   }
-  wait_for_previous_grid();
   if (rows > 0) {
     // Two heads at once where there are two with the same weights: they wait less for shuffles.
     const auto units_at = [end](int unit) {
       const int last = unit < C::q_heads ? C::q_heads : Rotated::units;
       return unit + kCount <= (last < end ? last : end) ? kCount : 1;
     };
-    const auto stage = [](unsigned int turn) {
-      return reinterpret_cast<char*>(shared_bytes) + lane_index() * 16 + turn % (kAhead + 1) * (kCount * 1024);
+    const auto stage = [](int turn) {
+      return reinterpret_cast<char*>(shared_bytes) + lane_index() * 16 + turn % (kTurns + 1) * (kCount * 1024);
     };
-    __shared__ SharedRow places[32];  // a lane's own: registers are short
-    __shared__ int pages[32];
-    SharedRow& place = places[lane_index()];
-    Scales scales = load_scales(a);
-    typename Rotated::Turn factors;
-    typename Rotated::Target target;
     int asked = first, unit = first;
-#pragma unroll 1
-    for (unsigned int turn = 0; unit < end; ++turn) {  // the first turns only ask
+    const auto ask = [&](int turn) {
       if (asked < end) {
         const int count = units_at(asked);
 #pragma unroll
@@ -83,35 +80,62 @@ __device__ __forceinline__ void narrow_rows(const RopeArgs<C>& a) {
           if (n < count) Stage::ask(qkv, asked + n, stage(turn) + n * 1024);
         asked += count;
       }
-      if (turn == 0) {
-        const Requests requests(m);
-        const Row row = place_row<kPaged>(m, requests.held(m, token), token);
-        place.put(row);
-        if (row.column >= 0)  // comes with the units of this turn
-          async_copy<4>(&pages[lane_index()], m.block_table + row.request * m.block_table_stride + row.column);
-        invert<C>(scales);
-      }
       async_commit();
-      if (turn < kAhead) continue;
+    };
+    char* const staged_angles = reinterpret_cast<char*>(shared_bytes) + (kTurns + 1) * kCount * 1024;
+    char* const staged_weights = staged_angles + StagedAngles<C>::bytes;
+    __shared__ SharedRow places[32];  // a lane's own: registers are short
+    SharedRow& place = places[lane_index()];
+    Scales scales;
+#pragma unroll 1
+    for (bool again = false;; again = true) {
+      Row row = place_row<kPaged>(m, requests.held(m, token), token);
+      if (guesses && !again) {
+        if (row.placed) Rotated::prefetch_angles(a, row.position, lane_index() % C::Lanes::lanes, C::Lanes::lanes);
+        wait_for_previous_grid();
+      }
+      // All this before the units: what is asked for behind those of all warps comes 2 us later (kernels/NOTES.md).
+      const Requests now = Requests::read<false>(m);
+      const int page = read_page<false>(m, row);
+      scales = load_scales(a);
+      typename Rotated::Angles angles;
+      if (row.placed) Rotated::load_angles(Rotated::first_angle(a, row.position), angles);
+      if (!again) {
+        StagedWeights<C>::ask(a, staged_weights);
+        async_commit();
+#pragma unroll 1
+        for (int turn = 0; turn < kTurns; ++turn) ask(turn);
+      }
+      if (!guesses || again || !__any_sync(kFullMask, !(now == requests))) {
+        put_page<C::has_null>(m, page, row);
+        place.put(row);
+        StagedAngles<C>::put(angles, staged_angles);
+        if (mine && !row.live) clear_row(a, row, token, first, end);
+        break;
+      }
+      requests = now;
+    }
+    invert<C>(scales);
+    typename Rotated::Turn factors;
+    typename Rotated::Target target;
+#pragma unroll 1
+    for (int turn = 0; unit < end; ++turn) {
+      ask(turn + kTurns);
       if (unit == first || unit == C::q_heads) {  // k has other weights
-        Row row = place.get();
+        async_wait<kTurns + 1>();
+        __syncwarp();
+        const Row row = place.get();
         typename Rotated::Angles angles;
         typename Rotated::Weights weights;
-        if (row.placed) Rotated::load_angles(Rotated::first_angle(a, row.position), angles);
-        Rotated::load_weights(a, unit < C::q_heads, weights);
-        if (unit == first) {
-          async_wait<kAhead>();
-          put_page<C::has_null>(m, pages[lane_index()], row);
-          place.put(row);
-          if (mine && !row.live) clear_row(a, row, token, first, end);
-        }
+        StagedAngles<C>::get(staged_angles, angles);
+        StagedWeights<C>::get(staged_weights, unit < C::q_heads, weights);
         Rotated::prepare(a, angles, weights, factors);
         target = Rotated::target(a, row, mine && row.live ? token : -1, unit, unit < C::q_heads);
       }
-      async_wait<kAhead>();
+      async_wait<kTurns>();
       uint4 raw[kCount][2];
 #pragma unroll
-      for (int n = 0; n < kCount; ++n) Stage::get(stage(turn - kAhead) + n * 1024, unit, raw[n]);
+      for (int n = 0; n < kCount; ++n) Stage::get(stage(turn) + n * 1024, unit, raw[n]);
       const int done = units_at(unit);
       if (unit < Rotated::units) {
         Rotated::template finish<kCount>(a, true, unit, done, target, raw, factors, scales);

@@ -53,9 +53,13 @@ __device__ __forceinline__ int find_request_alone(const int* q_index, int reques
   return low;
 }
 
-// Does request b's part of q_index make sense, and does it hold this row?
+// Does request b's part of q_index make sense, and does it hold this row? first <= row < end, 0 <= first, end <= tokens
+// (and 0 is where the first request starts): by the sign bits of the differences, which take half as long as five
+// comparisons that wait for each other. One that wraps around has another beside it that is negative.
 __device__ __forceinline__ bool holds_row(int request, int first, int end, int row, int tokens) {
-  return first <= row && row < end && first >= 0 && end <= tokens && (request > 0 || first == 0);
+  const auto u = [](int value) { return static_cast<unsigned int>(value); };
+  const unsigned int signs = (u(row) - u(first)) | (u(end) - 1u - u(row)) | u(first) | (u(tokens) - u(end));
+  return static_cast<int>(signs) >= 0 && (request > 0 || first == 0);
 }
 
 // ---- where its K and V go -----------------------------------------------------------------------------------
@@ -140,18 +144,24 @@ __device__ __forceinline__ Held hold_row(const Metadata& m, const Guess& g, int 
   return h;
 }
 
-// Up to 31 requests, a lane each: one trip to memory, asked for at once, serves every row of a warp.
+// Up to kMost requests, a lane each: one trip to memory, asked for at once, serves every row of a warp.
 struct Requests {
+  static constexpr int kMost = 31;
   int index, seq_len;
 
-  __device__ __forceinline__ explicit Requests(const Metadata& m) {
+  template <bool kFresh>
+  static __device__ __forceinline__ Requests read(const Metadata& m) {
     const int lane = lane_index();
-    index = lane <= m.requests ? m.q_index[lane] : 0;
-    seq_len = lane < m.requests ? m.seq_lens[lane] : 0;
+    return {lane <= m.requests ? load_metadata<kFresh>(m.q_index + lane) : 0,
+            lane < m.requests ? load_metadata<kFresh>(m.seq_lens + lane) : 0};
+  }
+  __device__ __forceinline__ bool operator==(const Requests& o) const {
+    return index == o.index && seq_len == o.seq_len;
   }
   // Whose is the row? By the plain bisection, every lane for a row of its own; all 32 take part.
   __device__ __forceinline__ Held held(const Metadata& m, int row) const {
-    if (m.requests == 0 || m.requests > 31) return read_held<false>(m, find_request_alone(m.q_index, m.requests, row));
+    if (m.requests == 0 || m.requests > kMost)
+      return read_held<false>(m, find_request_alone(m.q_index, m.requests, row));
     int low = 0;
     int high = m.requests;
 #pragma unroll 1
@@ -228,8 +238,9 @@ __device__ __forceinline__ Row place_row(const Metadata& m, const Held& h, int t
   row.request = h.request;
   row.place = token - h.first;
   row.last = token == h.end - 1;
-  const long long position = static_cast<long long>(h.seq_len) - (h.end - token);
-  if (position < 0 || position >= m.positions) return row;
+  // h.end - token is positive, so only a negative length wraps around.
+  const unsigned int position = static_cast<unsigned int>(h.seq_len) - static_cast<unsigned int>(h.end - token);
+  if (h.seq_len < 0 || position >= static_cast<unsigned int>(m.positions)) return row;
   row.position = static_cast<int>(position);
   row.placed = true;
   row.live = !kPaged;

@@ -73,23 +73,32 @@ struct RotatedHeads {
     float sine[L::per_lane][L::chunk];
   };
 
-  template <class Load>
-  static __device__ __forceinline__ void angles_by(const float* first, Angles& o, Load load) {
-    constexpr int kHalves = C::interleaved ? 2 : 1;
+  static constexpr int kAngleHalves = C::interleaved ? 2 : 1;
+  static constexpr int kAnglePacks = 2 * L::per_lane * kAngleHalves;  // of a lane
+
+  // do_packs(k, which, number, place) for each two packs, cosines and sines, of this lane: numbers `number` and the
+  // next; `place`: where in a row of the table the cosines are, behind this lane's first.
+  template <class Do>
+  static __device__ __forceinline__ void each_angles(Do do_packs) {
 #pragma unroll
     for (int k = 0; k < L::per_lane; ++k)
 #pragma unroll
-      for (int which = 0; which < kHalves; ++which) {
-        if (!L::exists(slot(k), which) || !L::rotated(slot(k), which)) continue;
-        const float* from = first + L::angle(slot(k), which) - L::angle(slot(0), 0);
-        const AnglePack c = load(from);
-        const AnglePack s = load(from + L::half);
+      for (int which = 0; which < kAngleHalves; ++which)
+        if (L::exists(slot(k), which) && L::rotated(slot(k), which))
+          do_packs(k, which, 2 * (k * kAngleHalves + which), L::angle(slot(k), which) - L::angle(slot(0), 0));
+  }
+  // load(number, place): a pack.
+  template <class Load>
+  static __device__ __forceinline__ void angles_by(Angles& o, Load load) {
+    each_angles([&](int k, int which, int number, int place) {
+      const AnglePack c = load(number, place);
+      const AnglePack s = load(number + 1, place + L::half);
 #pragma unroll
-        for (int i = 0; i < kAngles; ++i) {
-          o.cosine[k][which * kAngles + i] = c.at(i);
-          o.sine[k][which * kAngles + i] = s.at(i);
-        }
+      for (int i = 0; i < kAngles; ++i) {
+        o.cosine[k][which * kAngles + i] = c.at(i);
+        o.sine[k][which * kAngles + i] = s.at(i);
       }
+    });
   }
   // Where this lane's first angles are in a row of the table.
   static __device__ __forceinline__ const float* first_angle(const float* row) { return row + L::angle(slot(0), 0); }
@@ -97,16 +106,21 @@ struct RotatedHeads {
     return first_angle(a.cos_sin + static_cast<long long>(position) * (2 * L::half));
   }
   static __device__ __forceinline__ void load_angles(const float* first, Angles& o) {
-    angles_by(first, o,
-              [](const float* from) { return load_aligned<C::table_align, kFloat32, kAngles, Cached::kShared>(from); });
+    angles_by(o, [&](int, int place) {
+      return load_aligned<C::table_align, kFloat32, kAngles, Cached::kShared>(first + place);
+    });
   }
   // The same from a row of the table in shared memory.
   static __device__ __forceinline__ void angles_of(const float* row, Angles& o) {
-    angles_by(first_angle(row), o, [](const float* from) { return AnglePack::load(from); });
+    const float* first = first_angle(row);
+    angles_by(o, [&](int, int place) { return AnglePack::load(first + place); });
   }
-  static __device__ __forceinline__ void prefetch_angles(const RopeArgs<C>& a, int position) {
-    if (lane_index() * 32 < 2 * L::half)
-      prefetch_line(a.cos_sin + static_cast<long long>(position) * (2 * L::half) + lane_index() * 32);
+  // Lane `lane` of `lanes` that ask for the angles of this row.
+  static __device__ __forceinline__ void prefetch_angles(const RopeArgs<C>& a, int position, int lane = lane_index(),
+                                                         int lanes = 32) {
+#pragma unroll 1
+    for (int at = lane * 32; at < 2 * L::half; at += lanes * 32)
+      prefetch_line(a.cos_sin + static_cast<long long>(position) * (2 * L::half) + at);
   }
 
   // The norm weights of a lane's elements as they are in memory (as floats where q's and k's dtypes differ).
@@ -117,6 +131,12 @@ struct RotatedHeads {
   };
 
   static __device__ __forceinline__ void load_weights(const RopeArgs<C>& a, bool is_q, Weights& w) {
+    weights_by<false>(a.q_weight, a.k_weight, is_q, w);
+  }
+  // kNear: they are in shared memory.
+  template <bool kNear>
+  static __device__ __forceinline__ void weights_by(const typename RopeArgs<C>::QWeight* of_q,
+                                                    const typename RopeArgs<C>::KWeight* of_k, bool is_q, Weights& w) {
     if constexpr (normed) {
 #pragma unroll
       for (int k = 0; k < L::per_lane; ++k)
@@ -125,21 +145,22 @@ struct RotatedHeads {
           if (!L::exists(slot(k), which)) continue;
           const int element = L::element(slot(k), which);
           if constexpr (one_dtype) {
-            w.of[k][which] = weights_at<C::q_weight_dtype>((is_q ? a.q_weight : a.k_weight) + element);
+            w.of[k][which] = weights_at<C::q_weight_dtype, kNear>((is_q ? of_q : of_k) + element);
           } else {
             float of[L::chunk];
             if (is_q) {
-              weights_at<C::q_weight_dtype>(a.q_weight + element).to_floats(of);
+              weights_at<C::q_weight_dtype, kNear>(of_q + element).to_floats(of);
             } else {
-              weights_at<C::k_weight_dtype>(a.k_weight + element).to_floats(of);
+              weights_at<C::k_weight_dtype, kNear>(of_k + element).to_floats(of);
             }
             w.of[k][which] = WeightPack::from_floats(of);
           }
         }
     }
   }
-  template <int kDtype>
+  template <int kDtype, bool kNear>
   static __device__ __forceinline__ Pack<kDtype, L::chunk> weights_at(const typename Element<kDtype>::Type* from) {
+    if constexpr (kNear) return Pack<kDtype, L::chunk>::load(from);
     return load_aligned<C::weight_align, kDtype, L::chunk, Cached::kShared>(from);
   }
 

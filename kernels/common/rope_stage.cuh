@@ -35,6 +35,21 @@ __device__ __forceinline__ void prefetch_shared(const RopeArgs<C>& a) {
   prefetch_line(line);
 }
 
+// kBytes from global to shared memory, both multiples of kAlign.
+template <int kBytes, int kAlign, bool kNear = false>
+__device__ __forceinline__ void stage_bytes(char* to, const char* from) {
+  constexpr int kPart = common_divisor(common_divisor(kBytes, kAlign), 16);
+#pragma unroll
+  for (int byte = 0; byte < kBytes; byte += kPart) {
+    if constexpr (kPart >= 4) {
+      async_copy<kPart, kNear>(to + byte, from + byte);
+    } else {
+      const auto word = load_once(reinterpret_cast<const typename WordOf<kPart>::Type*>(from + byte));
+      memcpy(to + byte, &word, sizeof word);
+    }
+  }
+}
+
 // A unit is 1 KB: a lane's first 16 bytes are at lane * 16, its others 512 behind.
 template <class C>
 struct StagedUnit {
@@ -47,18 +62,7 @@ struct StagedUnit {
   }
   template <int kElements>
   static __device__ __forceinline__ void copy(char* to, const In* from) {
-    constexpr int kAll = kElements * static_cast<int>(sizeof(In));
-    constexpr int kPart = C::read_align < kAll ? C::read_align : kAll;
-#pragma unroll
-    for (int byte = 0; byte < kAll; byte += kPart) {
-      const char* part = reinterpret_cast<const char*>(from) + byte;
-      if constexpr (kPart >= 4) {
-        async_copy<kPart>(to + byte, part);
-      } else {
-        const auto word = load_once(reinterpret_cast<const typename WordOf<kPart>::Type*>(part));
-        memcpy(to + byte, &word, sizeof word);
-      }
-    }
+    stage_bytes<kElements* static_cast<int>(sizeof(In)), C::read_align>(to, reinterpret_cast<const char*>(from));
   }
   // Units lie one behind the other, in rows as in the order of their numbers.
   static constexpr bool in_line =
@@ -91,6 +95,61 @@ struct StagedUnit {
     } else {
       V::raw_by(unit - Rotated::units, raw, [&](int k) { return V::InPack::load(from + k * 512); });
     }
+  }
+};
+
+// The angles of a lane's row, kept in shared memory.
+template <class C>
+struct StagedAngles {
+  using Rotated = RotatedHeads<C>;
+  using Pack = typename Rotated::AnglePack;
+  static constexpr int bytes = Rotated::kAnglePacks * 32 * static_cast<int>(sizeof(Pack));  // of a warp, 2 KB at most
+
+  static __device__ __forceinline__ char* place(char* stage, int number) {
+    return stage + (number * 32 + lane_index()) * static_cast<int>(sizeof(Pack));
+  }
+  static __device__ __forceinline__ void put(const typename Rotated::Angles& angles, char* stage) {
+    Rotated::each_angles([&](int k, int which, int number, int) {
+      float cosines[Rotated::kAngles], sines[Rotated::kAngles];
+#pragma unroll
+      for (int i = 0; i < Rotated::kAngles; ++i) {
+        cosines[i] = angles.cosine[k][which * Rotated::kAngles + i];
+        sines[i] = angles.sine[k][which * Rotated::kAngles + i];
+      }
+      Pack::from_floats(cosines).store(place(stage, number));
+      Pack::from_floats(sines).store(place(stage, number + 1));
+    });
+  }
+  static __device__ __forceinline__ void get(char* stage, typename Rotated::Angles& angles) {
+    Rotated::angles_by(angles, [&](int number, int) { return Pack::load(place(stage, number)); });
+  }
+};
+
+// The norm weights, q's and then k's, on their way to shared memory. All lanes must meet before they read them.
+template <class C>
+struct StagedWeights {
+  using Rotated = RotatedHeads<C>;
+  using Q = typename RopeArgs<C>::QWeight;
+  using K = typename RopeArgs<C>::KWeight;
+  static constexpr int bytes = C::dim * static_cast<int>(sizeof(Q) + sizeof(K));
+
+  template <class T>
+  static __device__ __forceinline__ void ask(const T* weights, char* to) {
+    constexpr int kOnce = 8;  // elements
+#pragma unroll 1
+    for (int element = lane_index() * kOnce; element < C::dim; element += 32 * kOnce)
+      stage_bytes<kOnce * sizeof(T), C::weight_align, true>(to + element * sizeof(T),
+                                                            reinterpret_cast<const char*>(weights + element));
+  }
+  static __device__ __forceinline__ void ask(const RopeArgs<C>& a, char* stage) {
+    if constexpr (Rotated::normed) {
+      ask(a.q_weight, stage);
+      ask(a.k_weight, stage + C::dim * sizeof(Q));
+    }
+  }
+  static __device__ __forceinline__ void get(const char* stage, bool is_q, typename Rotated::Weights& weights) {
+    Rotated::template weights_by<true>(reinterpret_cast<const Q*>(stage),
+                                       reinterpret_cast<const K*>(stage + C::dim * sizeof(Q)), is_q, weights);
   }
 };
 

@@ -25,11 +25,13 @@ struct Share {
     end = first + C::steps < last ? first + C::steps : last;
   }
 
-  // Asks for its part of a row in L2: eight lanes a unit.
+  // Asks for the first units of its part of a row in L2, eight lanes a unit. All 8 of a part: 64/8 heads, 1024
+  // rows 12.65
+  // -> 12.95 us, 4096 42.95 -> 43.5.
   __device__ __forceinline__ void prefetch(const typename RopeArgs<C>::In* row) const {
     constexpr int kLine = 128 / static_cast<int>(sizeof *row);
 #pragma unroll 1
-    for (int unit = first + lane_index() / 8; unit < end; unit += 4) {
+    for (int unit = first + lane_index() / 8; unit < end && unit < first + 4; unit += 4) {
       const bool rotated = unit < Rotated::units;
       const int start = rotated ? unit * Rotated::elements
                                 : (C::q_heads + C::kv_heads) * C::dim + (unit - Rotated::units) * V::elements;

@@ -158,16 +158,16 @@ struct StreamCopy : StreamLayout {
       const bool by_lanes = kLanesAsk && tile == 0;
       if (kVec == 8 && lane == 0) barrier_expect(barrier, by_lanes ? 0 : count * (kHc + (kPost ? 1 : 0)) * kRowBytes);
       if (tile == 0) wait_for_previous_grid();  // as late as can be
-      if (by_lanes) {
-        // nothing to copy
-      } else if constexpr (kVec == 8) {
-        __syncwarp();
-        each_row(stage, from, first, 0, kTwoLoaders && tile >= kInFlight ? 2 : 1, count,
-                 [&](char* to, const char* row) { bulk_load(to, row, kRowBytes, barrier); });
-        if constexpr (kPost) {
-          if (lane < count)
-            bulk_load(stage + kTileTokens * kTokenBytes + lane * kPostBytes, post + 2 * ((first + lane) * a.x_tokens),
-                      kRowBytes, barrier);
+      if constexpr (kVec == 8) {
+        if (!by_lanes) {
+          __syncwarp();
+          each_row(stage, from, first, 0, kTwoLoaders && tile >= kInFlight ? 2 : 1, count,
+                   [&](char* to, const char* row) { bulk_load(to, row, kRowBytes, barrier); });
+          if constexpr (kPost) {
+            if (lane < count)
+              bulk_load(stage + kTileTokens * kTokenBytes + lane * kPostBytes, post + 2 * ((first + lane) * a.x_tokens),
+                        kRowBytes, barrier);
+          }
         }
       } else {
         for (int row = 0; row < count * kHc; ++row)

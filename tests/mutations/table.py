@@ -44,6 +44,7 @@ IHC = ("tests/test_kernels_drawn.py::test_ihc", "tests/test_kernels_simulated.py
 POINT = ("tests/test_ihc_rounding.py",)
 ROPE = ("tests/test_kernels_drawn.py::test_rope", "tests/test_kernels_simulated.py::test_rope_and_store_kernels_against_the_reference")
 BLOCK = ("tests/test_kernels_simulated.py::test_rope_kernels_of_sm90_give_the_same_bits",)
+PREVIOUS = ("tests/test_kernels_simulated.py::test_rope_kernels_and_what_the_previous_grid_writes",)
 STORE = ("tests/test_kernels_drawn.py::test_store_kv",)
 TAIL = ("tests/test_kernels_drawn.py::test_zero_kv_tail",)
 FAR = ("tests/test_kernels_overflow.py",)
@@ -116,19 +117,19 @@ MUTATIONS = (
     Mutation("head-mean", "wrong mean", "the head's mean of squares is off by one element", ROPE_H, "fmaf(sum_of_squares, 1.0f / kDim, eps)", "fmaf(sum_of_squares, 1.0f / (kDim - 1), eps)", ROPE),
     Mutation("head-eps", "wrong eps", "the head's norm forgets norm_eps", ROPE_H, "fmaf(sum_of_squares, 1.0f / kDim, eps)", "fmaf(sum_of_squares, 1.0f / kDim, 1e-30f)", field("E1_E2_eps_is_an_argument")),
     Mutation("weight-offset", "wrong formula", "norm_weight_offset is not added", ROW, "args.norm_weight_offset * kDown", "0.0f", ROPE),
-    Mutation("k-weight", "wrong formula", "k is weighted with q's weights", ROW, "(is_q ? a.q_weight : a.k_weight) + element", "a.q_weight + element", ROPE),
+    Mutation("k-weight", "wrong formula", "k is weighted with q's weights", ROW, "(is_q ? of_q : of_k) + element", "of_q + element", ROPE),
     Mutation("zero-sign", "special values", "an all-zero head has negative zeros", "kernels/common/rope_args.cuh", "const float scaled = fmaf(value, inverse, zero);", "const float scaled = fmaf(value, inverse, -0.0f);", field("F1_all_zero_head")),
     Mutation("absmax-floor", "special values", "an all-zero head has scale 0", ROW, "fmaxf(absmax, kSmallestAbsmax)", "absmax", field("F1_all_zero_head")),
     Mutation("scale-width", "bounds guard", "q_scale is written past its padded width", ROW, "row.request >= 0 && row.place < a.padded_q_len", "row.request >= 0", field("H1_max_q_len_too_small")),
-    Mutation("position", "off by one", "positions are one too many", PLACE, "- (h.end - token);", "- (h.end - token) + 1;", ROPE),
-    Mutation("position-table", "bounds guard", "positions past the table are looked up", PLACE, "position < 0 || position >= m.positions", "position < 0", field("D8_positions_outside_the_table")),
-    Mutation("position-negative", "bounds guard", "negative positions are looked up", PLACE, "position < 0 || position >= m.positions", "position >= m.positions", field("D8_positions_outside_the_table")),
+    Mutation("position", "off by one", "positions are one too many", PLACE, "static_cast<unsigned int>(h.end - token);", "static_cast<unsigned int>(h.end - token) + 1u;", ROPE),
+    Mutation("position-table", "bounds guard", "positions past the table are looked up", PLACE, "h.seq_len < 0 || position >= static_cast<unsigned int>(m.positions)", "static_cast<int>(position) < 0", field("D8_positions_outside_the_table")),
+    Mutation("position-negative", "bounds guard", "negative positions are looked up", PLACE, "h.seq_len < 0 || position >= static_cast<unsigned int>(m.positions)", "static_cast<int>(position) >= m.positions", field("D8_positions_outside_the_table")),
     Mutation("page-one-more", "off by one page", "page num_blocks is taken for a page", PLACE, "page < m.num_blocks;", "page <= m.num_blocks;", field("B16_pages_out_of_range_are_skipped")),
     Mutation("page-negative", "bounds guard", "negative pages are written", PLACE, "!null && page >= 0 && page", "!null && page", field("B16_pages_out_of_range_are_skipped")),
     Mutation("null-block", "wrong page", "the null block is written", PLACE, "kHasNull && page == m.null_block", "false", field("A1_A2_reserved_block_stays_zero")),
     Mutation("column", "off by one page", "the column behind the block table is read", PLACE, "if (column < m.max_blocks) row.column = column;", "row.column = column;", field("B16_columns_past_the_table_are_skipped")),
-    Mutation("padding-rows", "bounds guard", "rows past the last request are taken for its rows", PLACE, "return first <= row && row < end &&", "return first <= row &&", field("A8_padding_rows_and_empty_requests")),
-    Mutation("prefix-past-end", "bad metadata", "a prefix sum past the rows is believed", PLACE, "first >= 0 && end <= tokens &&", "first >= 0 &&", field("A9_bad_prefix_sums_skip_their_rows")),
+    Mutation("padding-rows", "bounds guard", "rows past the last request are taken for its rows", PLACE, " | (u(end) - 1u - u(row))", "", field("A8_padding_rows_and_empty_requests")),
+    Mutation("prefix-past-end", "bad metadata", "a prefix sum past the rows is believed", PLACE, " | u(first) | (u(tokens) - u(end))", " | u(first)", field("A9_bad_prefix_sums_skip_their_rows")),
     Mutation("prefix-start", "bad metadata", "a prefix sum that does not start at 0 is believed", PLACE, "&& (request > 0 || first == 0)", "", field("A9_bad_prefix_sums_skip_their_rows")),
     Mutation("bisection", "wrong request", "empty requests take the rows of the next", PLACE, "right = q_index[node_low + (node_high - node_low) / 2] <= row;", "right = q_index[node_low + (node_high - node_low) / 2] < row;", ROPE),
     Mutation("last-row", "missing tail", "no row is its request's last, so no tail is cleared", PLACE, "row.last = token == h.end - 1;", "row.last = token == h.end;", field("A12_rolled_back_drafts_are_cleared") + ROPE),
@@ -143,6 +144,8 @@ MUTATIONS = (
     Mutation("v-heads", "wrong stride", "V's heads are stored with K's stride", VALUES, "C::has_out_v ? a.out_v_strides.head : a.value.head", "C::has_out_v ? a.out_v_strides.head : a.key.head", ROPE),
     Mutation("upper-max", "special values", "values are held to the upper bound only", "kernels/common/rope_args.cuh", "scaled < -bound ? -bound : scaled", "scaled", field("F3_saturation")),
     Mutation("flags", "undefined output", "split_k_flag's last entries stay undefined", "kernels/common/rope_fp8.cuh", "if (at < flags) a.split_k_flag[at] = 0;", "if (at < flags - 1) a.split_k_flag[at] = 0;", ROPE),
+    Mutation("narrow-guess", "previous grid", "where rows are narrow, metadata that the previous grid changed are not noticed", "kernels/common/rope_narrow.cuh", "!(now == requests)", "false", PREVIOUS),
+    Mutation("many-guess", "previous grid", "where rows are many, metadata that the previous grid changed are not noticed", "kernels/common/rope_many.cuh", "!(now == requests)", "false", PREVIOUS),
     Mutation("page-32-bit", "64-bit offset", "page times stride in 32 bits", "kernels/common/rope_args.cuh", "base + block * s.block +", "base + static_cast<int>(block) * static_cast<int>(s.block) +", FAR),
     Mutation("table-32-bit", "64-bit offset", "the block table's row offset in 32 bits", PLACE, "m.block_table + row.request * m.block_table_stride", "m.block_table + row.request * static_cast<int>(m.block_table_stride)", FAR),
     # ---- store_kv, zero_kv_tail, conversions

@@ -35,12 +35,20 @@ constexpr int kWarps = kMaxThreads / 32;
 constexpr size_t kStackBytes = 128 * 1024;  // the lowest page is a guard
 constexpr size_t kPage = 4096;
 constexpr int kMaxDynamic = CUDA_SIM_DYNAMIC_BYTES;
+constexpr int kMostTurns = 1000;
 constexpr int kDynamicGuard = CUDA_SIM_GUARD_BYTES;
 constexpr uint16_t kPoison = 0xffa5;  // NaN as bfloat16 and float16, and as float32 when repeated
 constexpr unsigned long long kPoisonBits = 0xffa5ffa5ffa5ffa5ull;
 
 enum class Schedule : int { kForward, kReverse, kShuffled, kRandom, kGreedy };
 enum class State : unsigned char { kReady, kWarp, kBarrier, kDone };
+
+// Bytes that the grid before this one writes: what they are before it has ended, and afterwards.
+struct Written {
+  unsigned char* at;
+  const unsigned char *earlier, *real;
+  size_t bytes;
+};
 
 struct Fiber {
 #if defined(__x86_64__)
@@ -71,6 +79,10 @@ void** entry_params;
 sigjmp_buf escape;
 pthread_t launcher;
 uint64_t random_state;
+const Written* written;
+int written_count;
+bool previous_ended;
+bool at_wait[kMaxThreads];  // it has called previous_grid_ends
 
 // ---- switching ----------------------------------------------------------------------------------------------------
 
@@ -131,6 +143,15 @@ void shuffle_order(int* order, int count) {
 void poison(void* begin, size_t bytes) {
   auto* p = static_cast<unsigned char*>(begin);
   for (size_t i = 0; i < bytes; ++i) p[i] = static_cast<unsigned char>(kPoison >> (i % 2 ? 8 : 0));
+}
+
+// ---- the grid before this one -------------------------------------------------------------------------------------
+
+void set_previous(bool ended) {
+  if (ended == previous_ended) return;
+  for (const Written* w = written; w < written + written_count; ++w)
+    memcpy(w->at, ended ? w->real : w->earlier, w->bytes);
+  previous_ended = ended || written_count == 0;
 }
 
 // ---- completing barriers and warp operations ----------------------------------------------------------------------
@@ -284,6 +305,7 @@ bool run_block(Schedule schedule) {
     const auto index = static_cast<unsigned>(i);
     fibers[i].thread = {index % blockDim.x, index / blockDim.x % blockDim.y, index / blockDim.x / blockDim.y};
     states[i] = State::kReady;
+    at_wait[i] = false;
     start_fiber(i);
     order[i] = schedule == Schedule::kReverse ? threads - 1 - i : i;
   }
@@ -390,6 +412,21 @@ int find_segment(dl_phdr_info* info, size_t, void* data) {
 
 // ---- what kernels call --------------------------------------------------------------------------------------------
 
+// Not before every other thread that can go on has come here: on a GPU the lanes of a warp read the same, before or
+// after. One that only waits for a value in memory can go on for ever: hence a limit.
+void previous_grid_ends() {
+  at_wait[current] = true;
+  for (int turns = 0; !previous_ended; ++turns) {
+    bool others = false;
+    for (int i = 0; i < threads && !others; ++i) others = states[i] == State::kReady && !at_wait[i];
+    if (!others || turns == kMostTurns) {
+      set_previous(true);
+    } else {
+      to_scheduler();
+    }
+  }
+}
+
 int lane() { return current % 32; }
 int current_thread() { return current; }
 unsigned live_lanes() { return live[current / 32]; }
@@ -468,6 +505,7 @@ bool run_grid(int smem, uint64_t seed, Schedule schedule, const Segment& segment
     poison(after, static_cast<size_t>(segment.begin + segment.bytes - after));
     poison(dynamic, static_cast<size_t>(smem + kDynamicGuard));
     watch_block(done + 1);
+    set_previous(false);
     if (!run_block(schedule)) return false;
     for (int i = 0; i < kDynamicGuard; ++i) {
       const auto clean = static_cast<unsigned char>(kPoison >> ((smem + i) % 2 ? 8 : 0));
@@ -496,7 +534,8 @@ extern "C" __attribute__((visibility("default"))) unsigned char* cuda_sim_make_s
 // Returns null, or the text of the error. span_count < 0: accesses are not watched.
 extern "C" __attribute__((visibility("default"))) const char* cuda_sim_launch(
     const unsigned* grid, const unsigned* block, int smem, void** params, unsigned long long seed, int schedule,
-    double seconds, unsigned char* given_stacks, const cuda_sim::Span* spans, int span_count, int bounded) {
+    double seconds, unsigned char* given_stacks, const cuda_sim::Span* spans, int span_count, int bounded,
+    const cuda_sim::Written* given_written, int given_written_count) {
   using namespace cuda_sim;
   stacks = given_stacks;
   gridDim = dim3(grid[0], grid[1], grid[2]);
@@ -506,6 +545,9 @@ extern "C" __attribute__((visibility("default"))) const char* cuda_sim_launch(
   launcher = pthread_self();
   failed = false;
   current = 0;
+  written = given_written;
+  written_count = given_written_count;
+  previous_ended = true;
   cuda_sim_dynamic[0] = 0;  // makes the loader allocate the segment
   Segment segment = {nullptr, 0};
   dl_iterate_phdr(find_segment, &segment);
@@ -543,6 +585,8 @@ extern "C" __attribute__((visibility("default"))) const char* cuda_sim_launch(
     ok = run_grid(smem, seed, static_cast<Schedule>(schedule), segment);
   }
 
+  previous_ended = false;  // whatever it was: the launch may have ended in the middle of a change
+  set_previous(true);
   watch_end();
   setitimer(ITIMER_VIRTUAL, &old_limit, nullptr);
   for (int i = 0; i < kSignalCount; ++i) sigaction(kSignals[i], &old_actions[i], nullptr);

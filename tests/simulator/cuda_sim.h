@@ -83,6 +83,9 @@ unsigned long long warp_collective(WarpOp op, unsigned mask, unsigned long long 
 // Waits for every live thread of the block. Returns how many of them gave a predicate that is not 0.
 int block_barrier(int predicate, Place place);
 
+// Returns when the grid before this one has ended: what it writes is there (Simulated.launch, `previous`).
+void previous_grid_ends();
+
 // Lets the other threads go on: for a loop that waits for a value in memory.
 void yield();
 
@@ -228,6 +231,9 @@ inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, 
   const int lane = cuda_sim::lane(), source = lane - static_cast<int>(delta);
   return cuda_sim::shuffle(mask, value, source >= (lane & -width) ? source : lane, place);
 }
+
+// No word of CUDA: the twin of griddepcontrol.wait.
+inline void previous_grid_ends() { cuda_sim::previous_grid_ends(); }
 
 inline void __threadfence() {}
 inline void __threadfence_block() {}

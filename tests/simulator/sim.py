@@ -12,6 +12,9 @@ Three builds of one kernel:
     sanitize=True  undefined behaviour: 32-bit overflow, misaligned vector access, index outside an array
     watch=True     every access: outside the arrays, the gaps of a RedzoneArray included; races between threads
 
+What the kernel does before wait_for_previous_grid() can be seen to read what the grid before it has yet to write:
+`previous` of launch.
+
 What is not modelled: warps in lockstep, clusters, mbarriers, asynchronous copies, streams, and the accuracy of CUDA's
 fast functions (expf, rsqrtf, __fdividef: here rounded as well as the C library does). Blocks run one after another,
 so a block that waits for a later one never ends. PTX is replaced by its C++ twin. Needs Linux, g++ and binutils.
@@ -27,7 +30,7 @@ import re
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,11 +202,15 @@ class Simulated:
         seed: int = 0,
         schedule: str | None = None,
         seconds: float = 60.0,
+        previous: Sequence[tuple[np.ndarray, Any]] = (),
     ) -> None:
         """Run the grid. `params` in kernel order: ctypes values, NumPy arrays, None, or Python numbers.
 
         seed      orders threads and blocks, and picks the schedule where `schedule` is None
         seconds   of CPU time, after which the launch is an error
+        previous  (array, earlier) pairs: arrays that the kernel only reads and that the grid before it writes. Every block
+                  starts with the earlier contents; that grid ends when a thread of the block is at wait_for_previous_grid() and
+                  no other can go on without
         """
         grid3 = _dims(grid, "grid", (2**31 - 1, 65535, 65535))
         block3 = _dims(block, "block", (1024, 1024, 64))
@@ -215,6 +222,7 @@ class Simulated:
         spans = _spans(params) if self.watch else []
         bounded = not any(letter == "p" and isinstance(p, ctypes._SimpleCData) and p.value
                           for p, (letter, _) in zip(params, self.params, strict=True))  # fmt: skip
+        written = [stretch for array, earlier in previous for stretch in _written(array, earlier, params)]
         with _one_launch:
             if not _stacks:
                 self._library.cuda_sim_make_stacks.restype = ctypes.c_void_p
@@ -228,6 +236,7 @@ class Simulated:
                 ctypes.c_void_p(_stacks[0]),
                 (_Span * max(1, len(spans)))(*spans), ctypes.c_int(len(spans) if self.watch else -1),
                 ctypes.c_int(bounded),
+                (_Written * max(1, len(written)))(*written), ctypes.c_int(len(written)),
             )  # fmt: skip
         if error is not None:
             text = re.sub(r"\+0x[0-9a-f]+", self._line, error.decode())
@@ -278,6 +287,32 @@ class _Span(ctypes.Structure):
     _fields_ = [
         ("begin", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("owned", ctypes.c_void_p), ("parameter", ctypes.c_int),
     ]  # fmt: skip
+
+
+class _Written(ctypes.Structure):
+    """Written of cuda_sim.cpp."""
+
+    _fields_ = [
+        ("at", ctypes.c_void_p), ("earlier", ctypes.c_char_p), ("real", ctypes.c_char_p), ("bytes", ctypes.c_size_t),
+    ]  # fmt: skip
+
+
+def _written(array: np.ndarray, earlier: Any, params: Sequence[Any]) -> Iterator[_Written]:
+    """The elements of the array, a stretch without gaps each: what lies between them may be another array's."""
+    if not any(isinstance(p, np.ndarray) and np.may_share_memory(array, p) for p in params):
+        raise SimulatorError("previous: an array that is no parameter")
+    old = np.asarray(earlier)
+    if (old.shape, old.dtype) != (array.shape, array.dtype):
+        raise SimulatorError(f"previous: {array.dtype} {array.shape} cannot have been {old.dtype} {old.shape}")
+    return _stretches(np.asarray(array), old)
+
+
+def _stretches(array: np.ndarray, earlier: np.ndarray) -> Iterator[_Written]:
+    if array.flags.c_contiguous:
+        yield _Written(array.ctypes.data, earlier.tobytes(), array.tobytes(), array.nbytes)
+    else:
+        for i in range(len(array)):
+            yield from _stretches(array[i, ...], earlier[i, ...])
 
 
 def _spans(params: Sequence[Any]) -> list[_Span]:
